@@ -255,8 +255,7 @@ def bench_of(tmp_path_factory):
 @pytest.mark.parametrize("bits", [8, 4])
 @ARCHITECTURES
 def test_clang_decodes_as_fast_as_gcc(arch, bits, bench_of, tmp_path):
-    """With all cores and with one: at least 0.95 of its tokens a second, where that has been measured;
-    0.85 on a CPU that nobody has seen."""
+    """With all cores and with one: 0.95 of its tokens a second or more; 0.85 on a CPU that nobody has measured."""
     need_architecture(arch)
     if not all(map(shutil.which, ("gcc", "clang"))):
         pytest.skip("needs gcc and clang")

@@ -50,8 +50,7 @@ ANSWERS = [*CONTENTS, "<think>\n\n</think>\n\nyes", "<think>\nwell\n</think>\n\n
 
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_prompts_are_what_the_template_renders(tokenizer, random_model, template):
-    """Random conversations, as jinja2 renders and the tokenizers package encodes them. (What differs
-    on purpose, a user who types control tokens, is below and in test_tiny.py.)"""
+    """Random conversations, as jinja2 renders and the tokenizers package encodes them."""
     template = CHATS[template][0]
     model = random_model(template=template)
     compiled = jinja2.sandbox.ImmutableSandboxedEnvironment(
@@ -179,8 +178,7 @@ def test_thinking_that_repeats_itself_ends(chain):
 
 
 def test_half_of_the_turns_goes_and_again(chain):
-    """The older half, and once more if the rest still does not leave an eighth of the context, or
-    1,024 tokens. The notice says how many of all go, and that more fit into a larger context."""
+    """The older half, until an eighth of the context is left, or 1,024 tokens; a notice says how many of all go."""
     def forgotten(*lengths, context=200, most=512, options=()):
         """(how many turns are forgotten, of so many messages; the prompts)."""
         lines = b"".join(b"7" * length + b"\n" for length in lengths)
@@ -241,8 +239,7 @@ def test_script_with_a_line_that_can_never_fit(chain):
 
 
 def test_the_end_of_a_turn_ends_an_answer(chain, tokenizer, tmp_path):
-    """Also where only <|endoftext|> ends a text, as in a fine-tune of a base model: the template tells. -m generate
-    goes on."""
+    """Also where only <|endoftext|> ends a text, as in a fine-tune of a base model; -m generate goes on."""
     stop = struct.pack("<I", tokenizer.token_to_id("<|endoftext|>"))
     model = change_sections(copy_model(chain("Ċ", "a", END, "b", "c", "b"), tmp_path),
                             lambda sections: (sections.update({b"stop": stop}), sections.pop(b"mode", None)))
@@ -253,8 +250,7 @@ def test_the_end_of_a_turn_ends_an_answer(chain, tokenizer, tmp_path):
 
 
 def test_file_without_a_chat_format(chain, tiny, tmp_path):
-    """ChatML; where the vocabulary has <think>, an empty block turns thinking off. Template files that
-    older exports put beside the model have no effect."""
+    """ChatML, with an empty block where the vocabulary has <think>; older exports' template files have no effect."""
     model = copy_model(chain("Ċ", "a", END), tmp_path, extension=False)
     (tmp_path / "model.bin.template").write_text("U[%s]\n")
     for thinking, block in ((0, b"<think>\n\n</think>\n\n"), (1, b"")):
@@ -385,8 +381,7 @@ def test_retry_draws_another_answer(talk):
 
 
 def test_what_lines_send(talk, alone, tmp_path, monkeypatch):
-    """/file: TEXT, an empty line and the file's text without its last newline; or the file alone.
-    Lines that only look like commands are messages."""
+    """/file sends TEXT, an empty line and the file; what only looks like a command is a message."""
     monkeypatch.setenv("HOME", str(tmp_path))
     plain, spaced = tmp_path / "plain", tmp_path / "with space"
     plain.write_bytes(b"My name\nis Anna.\n")
@@ -407,10 +402,7 @@ def test_what_lines_send(talk, alone, tmp_path, monkeypatch):
 
 
 def test_what_is_not_sent(talk, tiny, tmp_path):
-    """Words that are no commands, a slash and letters alone, with or without words behind them; a
-    text after a command that takes none; what an arrow key types, in any line; blanks; a file that
-    can't be sent; a line that the terminal cut (on macOS at 1,024 bytes), or that is too long; a
-    /retry that would change nothing. One notice, and the conversation is as it was."""
+    """One notice, and the conversation is as it was: no commands, keys, blanks, bad files, lines that are too long."""
     (tmp_path / "empty").write_bytes(b"")
     child, say = talk("-t", 0, "-v", "-n", 1, "-c", 128)
     first = prompts(say("My name is Anna."))
@@ -447,8 +439,7 @@ def test_what_is_not_sent(talk, tiny, tmp_path):
 
 
 def test_bytes_that_are_not_utf_8_in_a_conversation(talk, tiny, tmp_path):
-    """A notice the first time: of a file that is sent, of what a terminal with another character set types, of a
-    script's line."""
+    """A notice the first time: of a file that is sent, of what is typed, of a script's line."""
     (tmp_path / "file").write_bytes(b"a\nl\xe4it\n")
     child, say = talk("-t", 0, "-n", 1)
     assert b"is not UTF-8" not in say("ä")

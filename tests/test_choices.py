@@ -193,8 +193,7 @@ def test_one_text_with_more_answers_than_places(tiny):
 
 @pytest.mark.parametrize("old", [True, False])
 def test_stop_ids_count_once(tiny, tmp_path, old):
-    """Where a TEXT begins another one, all ids that end an answer are added up: each once, though a file names some
-    twice, as those without our sections do."""
+    """Where a TEXT begins another one, all ids that end an answer are added up, each once, whatever a file says."""
     model = copy_model(tiny, tmp_path, extension=not old)
     if not old:
         change_sections(model, lambda sections: sections.update({b"stop": sections[b"stop"] * 2}))
@@ -219,8 +218,7 @@ JUDGE = 'Say if the document answers the query. The answer is "yes" or "no".'
 
 
 def test_reranker(tmp_path, tokenizer):
-    """p.yes is the score of Qwen3-Reranker's model card: of the two logits behind the rendered pair, the softmax. The
-    template is that card's prefix and suffix."""
+    """p.yes is the score of Qwen3-Reranker's model card: the softmax of two logits behind prefix, pair and suffix."""
     template = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
                 "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n\n</think>\n\n{% endif %}")
     hf = make_checkpoint(tmp_path / "hf", tokenizer, template=template, n_layers=3)

@@ -202,8 +202,7 @@ def test_file_and_pipe_are_taken_exactly(small, tokenizer, tmp_path, text):
 
 
 def test_byte_order_marks(small, tmp_path):
-    """Of UTF-8: dropped at the start of a file, a pipe or a list, once. Of UTF-16: an error. An argument is taken
-    as it is."""
+    """UTF-8's is dropped at the start of a file, a pipe or a list, once, not of an argument; UTF-16's is an error."""
     run, mark = (small, "-m", "tokenize", "-q"), b"\xef\xbb\xbf"
     text, line, marked = (output(*run, "-i", t) for t in (b"hello\nx\n", b"hello", mark + b"hello"))
     assert marked != line
@@ -305,8 +304,7 @@ def test_stdin_is_left_alone(small, tmp_path, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_data_beside_the_prompt_is_a_notice(small, tmp_path, mode):
-    """Of a pipe that has data, and of a file at its start; not with -q, not if stdin is read, not without
-    data, and it never waits."""
+    """Of a pipe that has data, and of a file at its start; not with -q, not where stdin is read; it never waits."""
     text, empty = tmp_path / "text", tmp_path / "empty"
     text.write_bytes(b"some text\n")
     empty.write_bytes(b"")
@@ -347,8 +345,7 @@ def test_terminal_without_prompt(small, embedding, random_model):
 
 @needs_address_space
 def test_default_context(random_model):
-    """As many tokens as a quarter of the memory holds: a multiple of 1,024, at least 4,096, at most the model's.
-    Perplexity's pieces don't depend on it."""
+    """What a quarter of the memory holds: a multiple of 1,024, 4,096 or more, at most the model's. Not of perplexities."""
     model, short = random_model(max_len=1_000_000), random_model(max_len=5000)
     large = random_model(max_len=1_000_000, n_layers=20, n_kv_heads=4)
 
@@ -413,8 +410,7 @@ def test_tokens_one_by_one(small):
 
 
 def test_lines_fit_into_80_columns():
-    """Every notice that a terminal may see and the statistics, with the largest numbers that the program
-    picks itself; the source is read for that, as no model of this size is here."""
+    """Notices and statistics, as the source has them, with the largest numbers that the program picks itself."""
     source = (ROOT / "qwen3.c").read_text()
     source = source[:source.index("#ifndef TEST\nint main")]
     notices = re.findall(r'notice\(((?:"(?:[^"\\]|\\.)*"\s*)+)([^;]*)\);', source)
@@ -439,8 +435,7 @@ UNSHOWN = "[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
 
 @pytest.mark.parametrize("text", [*CONTROL, *BIDI[::4]], ids=ascii)
 def test_control_characters_on_a_terminal(chain, tmp_path, text):
-    """Each becomes U+FFFD, as do bytes that are not UTF-8, in an answer and in a list's line; into
-    a pipe go the bytes. Newline, CRLF and tab stay. (A chain has each token once.)"""
+    """Each becomes U+FFFD, in an answer and a list's line; newline, CRLF and tab stay. Into a pipe go the bytes."""
     data = bytes(b for b in dict.fromkeys(text + b"|\r\n\t!") if b != ord("a"))
     run = (chain("a", *spell(data), END), "-m", "generate", "-t", 0, "-q")
     (tmp_path / "list").write_text("a\n")

@@ -141,8 +141,7 @@ def test_very_long_arguments(small, args, status, words):
     ">&-", "2>&-", "<&-", "<&- >&-", "<&- 2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
 @pytest.mark.parametrize("mode", ["tokenize", "perplexity", "generate", "chat", "list"])
 def test_closed_from_the_start(small, tmp_path, mode, close):
-    """No file that is opened becomes stdout or stderr: the model stays as it is, and FILE of -w gets a list's
-    lines alone, of which an empty one is an error."""
+    """Nothing that is opened becomes stdout or stderr: the model stays, FILE of -w gets a list's lines alone."""
     copy_model(small, tmp_path)
     (tmp_path / "text").write_bytes(b"hello\n\nthere\n")
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}

@@ -179,8 +179,7 @@ def test_levels(files, i, level):
 
 
 def test_zeros_of_the_header(files):
-    """The base format has none of the fields from 0x30 on, and theta 1e6 and eps 1e-6 written out
-    mean the same as zeros."""
+    """The base format has no fields from 0x30 on; theta 1e6 and eps 1e-6 written out mean the same as zeros."""
     f = files()
     base = f.by_rows
     assert not any(base[0x30:256])
@@ -290,8 +289,7 @@ def test_sizes_are_64_bit(files):
 
 
 def check_weights(files, at, count, value, kind="f"):
-    """Weights are not looked through, which could take a minute: logits that are not finite are an
-    error, and all else is text."""
+    """Weights are not looked through: logits that are not finite are an error, and all else is text."""
     data = patched(files.model_bytes, f"{count}{kind}", at, *[value] * count)
     for args in (("-t", "0"), ("-t", "1"), ("-m", "perplexity"), ("-m", "embed")):
         result = files.run(data, None, *args)
@@ -424,8 +422,7 @@ def test_score_of_a_token(files, score):
 
 
 def test_cut_and_longer_tokenizers(files):
-    """At the borders, and one byte before and after them. An older file ends between two tokens, but
-    has all single bytes."""
+    """At the borders, and a byte before and after. An older file ends between two tokens, but has all single bytes."""
     data = files().tokenizer_bytes
     plain, parts = split_tokenizer(data)
     starts = token_records(data, VOCAB)[:-1]
@@ -606,8 +603,7 @@ def test_tables_that_go_round(files, pair, most):
 
 @pytest.mark.parametrize("length", [1, 2, 127, 128, 129, 1024, 5000])
 def test_length_of_an_added_token(files, length):
-    """There is a longest one; an older file may have longer tokens, which are no added ones. With two bytes, an
-    ordinary token has the same ones."""
+    """There is a longest one: an older file's longer tokens are no added ones, nor is one of two ordinary bytes."""
     plain, parts = split_tokenizer(files().tokenizer_bytes)
     token = b"~" * length if length > 1 else b"\xff"
     plain = plain[:token_records(plain, VOCAB)[-2]] + struct.pack("<fI", -1e6, length) + token

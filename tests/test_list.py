@@ -102,8 +102,7 @@ def test_small_context(tiny):
 @needs_address_space
 @pytest.mark.parametrize("kilobytes", [60_000, pytest.param(100_000, marks=pytest.mark.slow)])
 def test_little_memory(tiny, kilobytes):
-    """A quarter of what the process may use is the cache's: few of the texts fit, and some give theirs
-    back and begin again."""
+    """The cache has a quarter of it: few texts fit, and some give theirs back and begin again."""
     texts = [b" ".join([text] * 2) for text in make_texts(40, seed=7, longest=100)]
     options = ["-c", 0, "-n", 250, "-t", 3, "-k", 0, "-p", 1]
     expected = [alone(tiny, text, *options, seed=i) for i, text in enumerate(texts)]
@@ -127,8 +126,7 @@ def test_seeds(tiny, mode, seed):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_not_finite(tokenizer, random_model, tmp_path, bad):
-    """One text's logits are not: it has no answer, all others have theirs, also those that begin like
-    it or come before it in the same block of the cache."""
+    """That text has no answer; others have theirs, also those that begin like it or share its block of the cache."""
     model = copy_model(random_model(tied=False), tmp_path)
     data = bytearray(model.read_bytes())        # the scale of z's embedding
     norms = 4 * (2 * 2 * 64 + 64 + 2 * 2 * 32)
@@ -313,8 +311,7 @@ FOUND = [  # a line, and what of it is bad at which byte, and found there
 
 
 def test_what_is_no_json(tiny):
-    """Each bad line has its null and its message, and nothing of it goes out; the good ones between are not
-    disturbed."""
+    """Each bad line has its null and its message, and nothing of it goes out; the good ones are not disturbed."""
     bad = NOT_UTF8 + [line for line, *_ in FOUND] + NO_JSON + NO_TEXT + NO_MESSAGES + NO_OBJECTS
     lines, error = run_json(tiny, [b'"Hello"', *sum(([line, b'"Hello"'] for line in bad), [])], *GREEDY, "-q", status=1)
     assert lines[::2] == [alone(tiny, b"Hello", *GREEDY)] * (len(bad) + 1)
@@ -418,8 +415,7 @@ THOUGHT = ["<think>\nabc\n</think>\n\nThe", "<think>\nlong\n\nthought\n</think>\
     (re.sub(r"{% if enable.*?endif %}", '{{- "<think>\\n" }}', LAST_BLOCK, flags=re.S), False, BEGUN + THOUGHT)],
     ids=["plain", "plain before the last", "hybrid", "hybrid, older file", "always", "always, older file"])
 def test_answers_that_are_begun(random_model, tmp_path, template, section, begun):
-    """A last message of the assistant goes on, as transformers renders it with continue_final_message=True; the line
-    has what follows."""
+    """A last message of the assistant goes on, as transformers renders it with continue_final_message=True."""
     model = random_model(template=template)
     if not section:
         model = change_sections(copy_model(model, tmp_path), lambda sections: sections.pop(b"begn"))
@@ -469,8 +465,7 @@ def test_messages_beside_options(tiny):
 
 
 def test_a_conversation_that_is_too_long(tiny):
-    """No turns are dropped, and nobody waits until a long message is encoded, in whatever place it is; but thinking,
-    which is left out, may be of any length."""
+    """No turns are dropped, and no long message is encoded; thinking, which is left out, may be of any length."""
     long, user = "a" * 200_000, {"role": "user", "content": "Hello"}
     turn = [{"role": "user", "content": "word " * 20}, {"role": "assistant", "content": "word " * 20}]
     talks = [[user], [user, {"role": "assistant", "content": f"<think>{long}</think>\n\nHi"}, user],
@@ -575,8 +570,7 @@ def test_shared_beginning(tiny):
 
 
 def test_cached_tokens_of_a_small_pool(tiny):
-    """A text that begins again shares what it drew, but only tokens of prompts count; one that can't begin yet
-    leaves the beginning that it will share where it is."""
+    """Only tokens of prompts count; what can't begin yet leaves the beginning that it will share where it is."""
     run = (*GREEDY, "-m", "generate", "-n", 120, "-c", 128, "-j", 1)
     _, prompts, cached, *_ = sums(run_list(tiny, b"Once upon a time\n" * 4, *run, blocks=1)[1])
     assert cached <= prompts - 4
@@ -590,8 +584,7 @@ def test_cached_tokens_of_a_small_pool(tiny):
 
 
 def test_texts_one_at_a_time(start, tiny):
-    """Over a pipe, with two instructions by turns: the place that ended the longest time ago is the next text's,
-    so that each instruction is still there to be shared."""
+    """Two instructions by turns are both shared: the next text's place is the one that ended the longest time ago."""
     instructions = [" ".join(random.Random(i).choices(WORDS, k=40)) for i in range(2)]
     least = min(len(tokenize(tiny, text.encode())) for text in instructions)
     child = start(tiny, "-l", "-", "-m", "embed")

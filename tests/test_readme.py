@@ -97,8 +97,7 @@ COMMANDS = list(filter(is_command, INLINE))
 
 
 def as_it_runs(command):
-    """With something for TEXT and MODEL.bin, and with this Python. make says how it makes the programs
-    of tests/; make's variables are in the Makefile."""
+    """With something for TEXT and MODEL.bin, and this Python; make says how it makes the programs of tests/."""
     for name in re.findall(r"\b([A-Z_]+)=", command) if "make" in command else ():
         assert re.search(rf"\$\({name}\)|\$\${name}\b", (ROOT / "Makefile").read_text()), name
     command = re.sub(r"\bMODEL\.bin\b", "Qwen3-0.6B.bin", re.sub(r"\bTEXT\b(?!=)", "text", command))
@@ -109,8 +108,7 @@ def as_it_runs(command):
 
 @pytest.fixture
 def folder(tmp_path, tokenizer_json, monkeypatch):
-    """A clone with a built program, where what the commands read is small: the hub's models are the tiny
-    one, or one for embeddings, GGUF files have random weights, texts a line."""
+    """A clone with a built program; the hub's models are the tiny one, GGUF files have random weights, texts a line."""
     for name in ("qwen3.c", "export.py", "Makefile", "tests"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "qwen3").symlink_to(QWEN3)
@@ -424,8 +422,7 @@ def test_picture_of_the_heads():
 
 @pytest.mark.slow
 def test_new_user(folder, tmp_path_factory):
-    """The README's first two blocks in a fresh clone, with the real git and make: to a chat with the
-    tiny model and to an exported checkpoint."""
+    """The README's first two blocks in a fresh clone, with the real git and make."""
     if not shutil.which("git") or not (ROOT / ".git").exists():
         pytest.skip("no git, or no repository")
     home = tmp_path_factory.mktemp("home")

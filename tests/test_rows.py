@@ -362,8 +362,7 @@ def hostile_rows(n):
 
 @pytest.mark.parametrize("n, kills", [(600, 3), pytest.param(10_000, 20, marks=pytest.mark.slow)])
 def test_killed_again_and_again(start, tiny, tmp_path, n, kills):
-    """Run again each time, it is byte for byte what an uninterrupted run of seed 0 writes. Ctrl-C leaves whole lines, and
-    says so."""
+    """Run again each time, the whole is an uninterrupted run's, of seed 0. Ctrl-C leaves whole lines, and says so."""
     path, out, said = write_list(tmp_path / "list", hostile_rows(n)), tmp_path / "out", tmp_path / "stderr"
     args = (tiny, "-L", path, "-n", "12", "-c", "256")
     whole = qwen3(*args, "-s", 0, "-q")

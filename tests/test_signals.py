@@ -34,8 +34,7 @@ def thinking(chain):
 
 @pytest.fixture
 def start(start):
-    """start(model, *options): greedy, with the whole context, however often it repeats itself, and nothing on
-    stdin."""
+    """start(model, *options): greedy, with the whole context, however often it repeats itself, and no stdin."""
     def start_endless(model, *options, **how):
         how = {"stdin": subprocess.DEVNULL, "bufsize": -1, **how}
         return start(model, "-t", 0, "-c", 0, *([] if "-n" in options else ["-n", -1]), *options, **how)
@@ -64,8 +63,7 @@ def stop(child, number=signal.SIGINT):
     (signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 130), (signal.SIGPIPE, -signal.SIGKILL)],
     ids=["TERM", "INT", "PIPE"])
 def test_at_any_time(start, thinking, number, status):
-    """From before main(), when a signal does what it always does, to the middle of an answer; a mere
-    SIGPIPE is ignored."""
+    """From before main() to the middle of an answer; a mere SIGPIPE is ignored."""
     r = random.Random(number)
     for wait in (*(r.random() * 0.1 for _ in range(8)), None):
         child = start(thinking, "-i", "x", stdout=subprocess.DEVNULL)
@@ -175,8 +173,7 @@ def test_interrupt_right_after_enter(endless, talk):
 
 
 def answer(child, stopped=False):
-    """Until an answer comes; with `stopped`, until the program waits in write(), as Ctrl-S lets the
-    terminal take no more."""
+    """Until an answer comes; with `stopped`, until the program waits in write(), because of Ctrl-S."""
     child.expect("aaaaaa")
     if stopped:
         child.sendcontrol("s")
@@ -313,8 +310,7 @@ def test_output_that_does_not_block(start, endless):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGSTOP, signal.SIGKILL, signal.SIGQUIT,
                                     signal.SIGHUP])
 def test_while_the_terminal_is_dim(thinking, number):
-    """Each piece ends its own dimming, so that no signal leaves the terminal dim. (But a terminal that
-    is full, as this process was too slow for it, has perhaps no room for the end.)"""
+    """Each piece ends its own dimming: no signal leaves the terminal dim, unless it was full."""
     for _ in range(100):
         child = spawn(thinking, "-t", 0, "-c", 0, "-n", -1, "-i", "x")
         child.expect(r"\x1b\[2m")
@@ -379,9 +375,7 @@ def test_interrupt_of_the_progress(slow, mode):
 
 
 def test_message_stopped_before_its_answer(slow, talk):
-    """It is taken back, and no turn is forgotten for it: the next prompt has the turns before and the
-    next message alone. The batches that ran are kept, for the case that it is sent again, and the
-    statistics say so."""
+    """It is taken back, no turn is forgotten for it, and the batches that ran are kept: it may be sent again."""
     model, prompt = slow
     child, say = talk("-c", LONG + 100, "-b", 1, "-j", 1, "-n", 1, "-m", "chat", model=model)
 

@@ -126,8 +126,7 @@ ADDED_LATER = ["cafe", "<|user|>", "cafe>", "e\u0301e", "im_start", "\u1100", "h
 
 @pytest.mark.parametrize("normalizer", [True, False])
 def test_added_tokens_of_a_fine_tune(tmp_path, tokenizer, normalizer):
-    """tokenizer.add_tokens() makes tokens that are looked for in the normalized text, after all others: a combining
-    character that follows may undo one, and normalization may make one."""
+    """Those of add_tokens() are looked for in the normalized text, after all others: a mark may undo or make one."""
     theirs = tokenizers.Tokenizer.from_str(tokenizer.to_str())
     if not normalizer:
         theirs.normalizer = tokenizers.normalizers.Sequence([])
@@ -163,8 +162,7 @@ def test_every_character(small, tokenizer, step):
 
 
 def test_every_canonical_composition(small, tokenizer):
-    """Every character that NFD takes apart, as it is, decomposed and with a mark in between; every mark between those
-    of the highest and the lowest class."""
+    """What NFD takes apart: as it is, decomposed, with a mark in between; every mark between two others."""
     text = "".join(f"a\u0345{chr(c)}\u0334 " for c in range(0x110000) if unicodedata.combining(chr(c)))
     for code in (c for c in range(0x110000) if not 0xac00 <= c < 0xe000):
         parts = unicodedata.normalize("NFD", chr(code))
@@ -192,8 +190,7 @@ def timed(model, text):
     ("digits", "7"), ("dots", "."), ("added", "<think>"), ("nearly added", "<|im_start|"),
     ("quotes", "'s"), ("hangul", "\u1100\u1161\u11a8")])
 def test_a_megabyte_without_a_split(small, tokenizer, name, unit, whole):
-    """In linear time. A few hundred thousand marks in a row is the hard case of NFC's sorting. Without
-    `whole` the beginning alone is compared, as the package takes its time."""
+    """In linear time, NFC's sorting of marks, too. Without `whole` the beginning alone is compared, which is faster."""
     size = 1_000_000
     text = unit * (size // len(unit.encode()))
     found, seconds = timed(small, text.encode())

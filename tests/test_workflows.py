@@ -39,8 +39,7 @@ def test_schema(path):
 
 @each_workflow
 def test_jobs(path):
-    """Each ends some day, has no more rights than it says, and needs jobs and values that exist; an
-    action is a commit."""
+    """Each ends some day, has no more rights than it says, and needs what exists; an action is a commit."""
     workflow = yaml.safe_load(path.read_text())
     assert workflow["permissions"] == {}
     for _, job, matrix in jobs(path):
