@@ -100,8 +100,7 @@ def test_functions_of_an_instruction_set(flags, tmp_path):
 
 # What a CPU says that lacks something: the build's flags, qemu-x86_64's model of a CPU, the words
 OLD = {"x86-64-v3": ("-march=x86-64-v3", "Nehalem", "AVX2"),
-       "avx512": ("-march=icelake-client", "max", "AVX-512 VNNI"),
-       "portable": ("", "qemu64", None)}
+       "avx512": ("-march=icelake-client", "max", "AVX-512 VNNI"), "portable": ("", "qemu64", None)}
 
 
 @pytest.mark.slow
@@ -173,8 +172,7 @@ def test_bench(model, tmp_path):
     assert len(rows) + run.stdout.count(" skipped, ") == expected and threads[0] == 1
     for _, name, best, median, unit, runs in rows:        # how much depends on who else computes here
         assert float(best) >= float(median) >= 0 and int(runs) >= 1
-        assert unit == {"memory read": "GB/s", "int8 peak": "GMAC/s",
-                        "fp32 peak": "GFMA/s"}.get(name, "tok/s")
+        assert unit == {"memory read": "GB/s", "int8 peak": "GMAC/s", "fp32 peak": "GFMA/s"}.get(name, "tok/s")
     beside = re.findall(r"together .* \d+\.\d\d of its passes alone, [\d.]+ times one text's decoding$",
                         run.stdout, re.M)
     assert len(beside) == len(together) and bool(together) == (model[0] != "curve")

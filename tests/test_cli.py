@@ -313,8 +313,7 @@ def test_data_beside_the_prompt_is_a_notice(small, tmp_path, mode):
         result = subprocess.run([QWEN3, small, "-m", mode, "-n", "1", *options], stdin=stdin, timeout=300,
                                 capture_output=True, env=environment())
         assert result.returncode == 0, result
-        return result.stderr.count(
-            b"qwen3: stdin: has data that was not read; -f - would add all of it\n")
+        return result.stderr.count(b"qwen3: stdin: has data that was not read; -f - would add all of it\n")
 
     for options in (("-i", "a b"), ("-f", text), ("-i", "a b", "-f", text)):
         for data in (b"unread", b""):
@@ -459,8 +458,7 @@ def test_control_characters_of_thinking_on_stderr(chain, tmp_path):
 
 def test_control_characters_in_messages(small):
     """C1 ones too, and bytes that are not UTF-8, whatever is said."""
-    for name in (b"no\x1b[2Jsuch", b"no\xc2\x9b2J", b"no\x9b2J", b"a\nb", b"x\x7f\xc2\x85",
-                 b"".join(BIDI)):
+    for name in (b"no\x1b[2Jsuch", b"no\xc2\x9b2J", b"no\x9b2J", b"a\nb", b"x\x7f\xc2\x85", b"".join(BIDI)):
         for args in ((name + b".bin", "-i", "x"), ("M", name), (small, "-f", name), ("M", "-m", name)):
             result = qwen3(*args)
             message = result.stderr.decode()

@@ -44,8 +44,7 @@ class Files:
         """It is refused with these words or, without any, accepted."""
         result = self.run(model, tokenizer, *args)
         if words:
-            assert_error(result, 1, "model.bin" if tokenizer is None else "model.bin.tokenizer",
-                         *words)
+            assert_error(result, 1, "model.bin" if tokenizer is None else "model.bin.tokenizer", *words)
         else:
             assert result.returncode == 0, result
         return result
@@ -389,8 +388,7 @@ def test_something_else(files, content):
     *[(at, value, word) for at, word in ((4, "bos"), (8, "eos")) for value in (VOCAB, 2**31, 2**32 - 1)],
     (4, VOCAB - 1, None), (8, VOCAB - 1, None)])
 def test_tokenizer_header(files, offset, value, word):
-    files().check(word and [word, value, VOCAB - 1], None,
-                  patched(files().tokenizer_bytes, "I", offset, value))
+    files().check(word and [word, value, VOCAB - 1], None, patched(files().tokenizer_bytes, "I", offset, value))
 
 
 @pytest.mark.parametrize("token", [0, 1, 255, 256, 400, 475, 476, VOCAB - 1])
@@ -612,8 +610,7 @@ def test_length_of_an_added_token(files, length):
     long = length > 1024 and [f"token {VOCAB - 1}", "at most 1024 bytes"]
     bad = length > 128 and ["bad adde", "1 to 128 bytes", f"found {length} in token {VOCAB - 1}"]
     old = files().check(long, None, plain, "-m", "tokenize", "-i", text)
-    new = files().check(long or bad, None, join_tokenizer(plain, parts.items()), "-m", "tokenize",
-                        "-i", text)
+    new = files().check(long or bad, None, join_tokenizer(plain, parts.items()), "-m", "tokenize", "-i", text)
     assert (str(VOCAB - 1) in old.stdout.decode().split()) == (1 < length <= 128), old
     assert long or bad or new.stdout == old.stdout, (old, new)
 

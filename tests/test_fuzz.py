@@ -1,6 +1,5 @@
-"""Mutated files, texts and options: nothing breaks. The inputs are always the same, as many as make
-INPUTS a matter of a second or two; FUZZ_SECONDS=600 fuzzes that long instead (`make fuzz`), from
-another seed each time."""
+"""Mutated files, texts and options: nothing breaks. The inputs are always the same, as many as make INPUTS a matter
+of a second or two; FUZZ_SECONDS=600 fuzzes that long instead (`make fuzz`), from another seed each time."""
 import contextlib
 import functools
 import json
@@ -61,8 +60,7 @@ def test_inputs_that_follow_the_coverage(libfuzzer, tmp_path, target):
             path.unlink()
     out = fuzz(tmp_path, libfuzzer, "new", "seeds", f"-max_total_time={SECONDS:.0f}", "-timeout=300",
                "-max_len=512", f"-seed={SEED}", "-verbosity=0", "-print_final_stats=1",
-               *([] if LONG else [f"-runs={min(10_000, INPUTS[target] // 8)}"]),
-               FUZZ_TARGET=target)
+               *([] if LONG else [f"-runs={min(10_000, INPUTS[target] // 8)}"]), FUZZ_TARGET=target)
     print(target, [line for line in out.split("\n") if "number_of_executed_units" in line])
 
 

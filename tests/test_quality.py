@@ -33,8 +33,7 @@ def test_table(tmp_path, capsys, tiny):
     ids = tokenize(tiny, TEXT.encode())
     exact, q8 = (reference.Model.from_checkpoint(TINY / "model", precision).logits(ids[:-1])
                  for precision in ("fp32", "q8"))
-    p, q = (np.exp(x.astype(float)) / np.exp(x.astype(float)).sum(axis=1, keepdims=True)
-            for x in (exact, q8))
+    p, q = (np.exp(x.astype(float)) / np.exp(x.astype(float)).sum(axis=1, keepdims=True) for x in (exact, q8))
     at = np.arange(len(ids) - 1), ids[1:]
     nats, kl = -np.log(p[at]).mean(), (p * np.log(p / q)).sum(axis=1).mean()
     assert found["fp32"][:4] == [None] * 4 and found["fp32"][6] is None
@@ -54,8 +53,7 @@ def test_gguf_and_checkpoint(checkpoint, make, tmp_path, capsys, config):  # noq
     """Of the same weights: the same numbers, of a text in pieces, too."""
     ck, text = checkpoint("F32", max_position_embeddings=128, **config), tmp_path / "text"
     text.write_text("The capital of France is Paris.\n" * 12)
-    folder, file = (table(capsys, source, text)
-                    for source in (ck.save(tmp_path / "in"), make(ck, Kind.F32)))
+    folder, file = (table(capsys, source, text) for source in (ck.save(tmp_path / "in"), make(ck, Kind.F32)))
     assert [row[-3:] for row in folder.values()] == [row[-3:] for row in file.values()]
 
 

@@ -1,9 +1,8 @@
-"""Every command of the READMEs runs as it stands there, in a folder where the real model is the tiny
-one and some programs are substitutes. What they name is there, and the table of models is what its
-formula gives.
+"""Every command of the READMEs runs as it stands there, in a folder where the real model is the tiny one and some
+programs are substitutes. What they name is there, and the table of models is what its formula gives.
 
-A command is a line of a code block, fenced or indented (if some begin with `$ `, only these), or inline
-code that begins with a program, perhaps after NAME=VALUE.
+A command is a line of a code block, fenced or indented (if some begin with `$ `, only these), or inline code that
+begins with a program, perhaps after NAME=VALUE.
 """
 import csv
 import json
@@ -168,8 +167,7 @@ def run_all(commands, folder):
             where = folder / "outside" if "git clone " in commands[0] else folder
             script = "".join(map(as_it_runs, group))
             done = subprocess.run(["sh", "-e", "-c", script], cwd=where, timeout=300,
-                                  capture_output=True, env=substituted(folder),
-                                  stdin=subprocess.DEVNULL)
+                                  capture_output=True, env=substituted(folder), stdin=subprocess.DEVNULL)
             assert done.returncode == 0, done.stderr
             stdout += done.stdout
     return stdout

@@ -101,8 +101,7 @@ def test_advice_for_a_hybrid_model(ranked):
     path = ranked(template=HYBRID, generation=generation)
     for thinking, temperature, letters in (0, 0.7, "edb"), (1, 3, "edbcaf"):
         text = output(path, "-i", "x", "-n", 1500, "-s", 1, "-q", "-r", thinking)
-        assert_distribution(collections.Counter(text.decode().rstrip("\n")),
-                            expected(temperature, letters))
+        assert_distribution(collections.Counter(text.decode().rstrip("\n")), expected(temperature, letters))
 
 
 def test_first_tokens_of_neighbouring_seeds_are_independent(model):

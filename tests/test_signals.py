@@ -369,8 +369,7 @@ def test_interrupt_of_the_progress(slow, mode):
     assert show_progress(child)
     child.kill(signal.SIGINT)
     assert finish(child) == 130
-    shown = re.fullmatch(rb"(\r[^\r\n]* left\x1b\[K)*\r\x1b\[K(\r\nprompt (\d+) tokens .*\r\n)?",
-                         child.before)
+    shown = re.fullmatch(rb"(\r[^\r\n]* left\x1b\[K)*\r\x1b\[K(\r\nprompt (\d+) tokens .*\r\n)?", child.before)
     assert shown and (mode == "perplexity" or 0 < int(shown[3]) < LONG), child.before
 
 

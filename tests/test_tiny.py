@@ -114,8 +114,7 @@ def test_chat_ids(tiny):
     """Of whole conversations, and of those of one turn through the program."""
     for entry in RECORDED["chat"]:
         thinking, messages = int(entry["enable_thinking"]), entry["messages"]
-        found, = records("render", tiny, thinking,
-                         texts=[(m["role"], m["content"].encode()) for m in messages])
+        found, = records("render", tiny, thinking, texts=[(m["role"], m["content"].encode()) for m in messages])
         assert found == entry["ids"], entry
         if [m["role"] for m in messages] in (["user"], ["system", "user"]) and messages[-1]["content"]:
             system = ["-y", messages[0]["content"]] if len(messages) == 2 else []
