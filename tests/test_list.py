@@ -757,37 +757,25 @@ def peak(*args):
     return child.returncode, usage.ru_maxrss * (1024 if LINUX else 1)
 
 
-def feed(child, first, text):
-    """Writes `first`, then `text` without end. Returns a function: how many bytes of these have been taken."""
-    taken = 0
-
-    def write():
-        nonlocal taken
-        with contextlib.suppress(OSError, ValueError):
-            child.stdin.write(first)
-            while True:
-                taken += child.stdin.write(text)
-    threading.Thread(target=write, daemon=True).start()
-    return lambda: taken
-
-
-def assert_at_rest(taken, least, most):
-    """At least so many bytes are taken, fewer than so many, and then none for a second."""
-    wait_until(lambda: taken() >= least)
-    before = -1
-    while before != taken():
-        before = taken()
-        assert before < most
-        time.sleep(1)
-
-
 @pytest.mark.parametrize("first, row, least, most", [
     (b'"a"\n', b'"%s"\n' % (b"x" * 97), 1, 400_000),                       # with what pipes and buffers hold
     (b'"a"\n', b'{"y":"%s","text":"x"}\n' % (b"y" * 100_000), 16 << 20, 18 << 20)], ids=["lines", "bytes"])
 def test_not_too_far_ahead(start, stopping, first, row, least, most):
     """Of a list without an end, no more is read than 1,024 lines, or 16 MB, beyond the first that is not done."""
     child = start(stopping, "-L", "-", *GREEDY, "-m", "generate", "-n", "-1", "-c", "0", "-q", "-j", "1")
-    assert_at_rest(feed(child, first, row), least, most)
+    taken, before = [], -1                      # bytes, by each write
+
+    def write():
+        with contextlib.suppress(OSError, ValueError):
+            child.stdin.write(first)
+            while True:
+                taken.append(child.stdin.write(row))
+    threading.Thread(target=write, daemon=True).start()
+    wait_until(lambda: sum(taken) >= least)
+    while before != sum(taken):                 # none for a second
+        before = sum(taken)
+        assert before < most
+        time.sleep(1)
     assert child.poll() is None
 
 
