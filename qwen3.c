@@ -4227,8 +4227,6 @@ static size_t text_size(const ChatFormat *f, const Conversation *talk) {
     return size;
 }
 
-#define TOO_LARGE(most) "too long, expected at most " most ", and less where memory is small"
-
 // Encodes a line into app->prompt. Of an object, the members that it keeps go to `out`. Returns
 // what is wrong with the line, or NULL; after Ctrl-C these may not be all ids.
 static const char *encode_line(List *l, Bytes line, Buffer *out) {
@@ -4237,13 +4235,13 @@ static const char *encode_line(List *l, Bytes line, Buffer *out) {
     Ids *ids = &app->prompt;
     const Conversation *talk = &app->conversation;
     const char *instruction = app->options.text ? app->options.text : "";
-    if (line.n + strlen(instruction) > l->in.most) return TOO_LARGE("1 GB");
+    if (line.n + strlen(instruction) > l->in.most)
+        return "too long, expected at most 1 GB, and less where memory is small";
     const char *error = take_line(l, &line, out);
     if (error) return error;
     const size_t size = text_size(&e->tokenizer.chat, talk);
     error = wrong_length(app, size, NULL);
     if (error) return error;
-    if (size > l->in.most / 7) return TOO_LARGE("150 MB");  // 56 times as much for its encoding
     ids->n = 0;
     if (e->mode == CHAT) render(&e->tokenizer, talk, 0, app->switched_on, ids);
     else encode_text(app, bytes_of(&talk->p[0].text), ids);
