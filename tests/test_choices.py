@@ -2,6 +2,7 @@
 -m perplexity; the same bytes alone, in lists, with any -b and -j."""
 import json
 import math
+import random
 import re
 import struct
 
@@ -79,16 +80,19 @@ def test_same_bytes(tiny, n):
         assert json.loads(line)["mass"] == json.loads(other)["mass"]
 
 
-def test_a_text_that_begins_with_another_and_its_answer(tiny):
-    """In a full list a given answer takes the place of the one before: what lies behind the prompt is not shared."""
-    prompt = "I think that " * 9 + "Tell me a story of the old lighthouse"
-    answers = [" keeper who saw the wind and the harvest of the sea and the old man and the boat in the long night of the"
-               " storm and the light", " on the ", " and a think", " on the sea with"]
-    texts = [prompt, prompt + answers[0] + " and then", *(f"number {i} is" for i in range(40))]
-    for batch in (32, 64, 512):
-        lines = run_list(tiny, texts, answers, "-m", "generate", "-b", batch)
-        for text, line in list(zip(texts, lines))[:2]:
-            assert run_list(tiny, [text], answers, "-m", "generate") == [line]
+@pytest.mark.parametrize("seed", range(2))
+def test_texts_that_begin_with_another_and_its_answer(tiny, seed):
+    """A given answer takes the place of the one before: whoever comes when, what lies behind the prompt is not shared."""
+    r, answers = random.Random(seed), [
+        " keeper who saw the wind and the harvest of the sea and the old man and the boat in the long night of the"
+        " storm and the light", " on the ", " and a think", " on the sea with"]
+    prompt = " ".join(r.choices("the old sea wind and I think that".split(), k=r.randrange(8, 40)))
+    others = [" ".join(r.choices("a b is the of".split(), k=r.randrange(1, 60))) for _ in range(11)]
+    texts = [prompt, *others, *(prompt + r.choice(answers) + end for end in (" and then", " x y z", answers[0]) * 2)]
+    lines = run_list(tiny, texts, answers, "-m", "generate", "-b", 1)       # in one place
+    assert [lines[0]] == run_list(tiny, [prompt], answers, "-m", "generate")
+    for batch in (3, 8, 40):
+        assert run_list(tiny, texts, answers, "-m", "generate", "-b", batch) == lines
 
 
 def test_one_text(tiny):
