@@ -3858,9 +3858,7 @@ static void json_check(Json *j, bool good, const char *part, const char *expecte
     j->error = what;
 }
 
-static void json_need(Json *j, bool taken, const char *what) {
-    json_check(j, taken, "JSON", what);
-}
+static void json_need(Json *j, bool good, const char *what) { json_check(j, good, "JSON", what); }
 
 // If the line ends inside the word, moves to its end, which an error then names: returns false.
 static bool json_take(Json *j, const char *word) {
@@ -3887,23 +3885,19 @@ static bool json_take_token(Json *j, const char *word) {  // after white space; 
 // Takes a byte or an escape. Returns BAD_BYTE + byte, or the character (or half of one) it means.
 static int json_char(Json *j) {
     static const char names[] = "\"\\/bfnrt", meant[] = "\"\\/\b\f\n\r\t";
+    const bool escape = json_take(j, "\\");
     const int byte = json_byte(j);
+    const char *name = escape && byte ? strchr(names, byte) : NULL;
     char hex[5] = "";
-    if (byte != '\\') {
-        json_need(j, byte >= ' ', "a string's character, or an escape as in \\n");
-        j->rest = bytes_from(j->rest, !j->error);
-        return BAD_BYTE + byte;
-    }
-    if (json_take(j, "\\u")) {
+    if (escape && json_take(j, "u")) {
         for (int i = 0; i < 4 && isxdigit(json_byte(j)); j->rest = bytes_from(j->rest, 1))
             hex[i++] = json_byte(j);
         json_need(j, hex[3], "4 hexadecimal digits, as in \\u00e9");
         return (int)strtol(hex, NULL, 16);
     }
-    const char *name = json_take(j, "\\") && json_byte(j) ? strchr(names, json_byte(j)) : NULL;
-    json_need(j, name, "an escape as in \\n or \\u00e9");
+    json_need(j, name || (byte >= ' ' && !escape), "a character, or an escape as in \\n");
     j->rest = bytes_from(j->rest, !j->error);
-    return name ? meant[name - names] : 0;
+    return name ? meant[name - names] : BAD_BYTE + byte;
 }
 
 static bool json_take_string(Json *j) {
@@ -4004,12 +3998,6 @@ static const char *const without_effect[] = {
     "presence_penalty", "frequency_penalty", "logit_bias", "enable_thinking", "reasoning_effort",
     "chat_template_kwargs", NULL};
 
-// Returns the word of a list that this name is, or NULL.
-static const char *word_of(Bytes name, const char *const *list) {
-    while (*list && !bytes_are(name, *list)) list++;
-    return *list;
-}
-
 // Goes to the text or the messages of an object. Its other members go to `out`, each with a comma.
 // They do so in spite of an error, because `all` has none: a wrong row keeps its members.
 static void json_object(Json *j, int kind, Buffer *out) {
@@ -4022,13 +4010,14 @@ static void json_object(Json *j, int kind, Buffer *out) {
     for (int i = 0; json_next(&all, "}", i == 0); i++) {
         const uint8_t *member = all.string;
         const Bytes name = bytes_of(j->text);
-        const char *added = word_of(name, modes[kind].members);
-        const char *ignored = word_of(name, without_effect);
-        const bool kept = !added && !bytes_are(name, "text") && !bytes_are(name, "messages");
-        if (ignored) buffer_print(&j->ignored, "%s%s", j->ignored.n ? ", " : "", ignored);
-        if (added) {
+        const char *const *added = modes[kind].members, *const *ignored = without_effect;
+        while (*added && !bytes_are(name, *added)) added++;
+        while (*ignored && !bytes_are(name, *ignored)) ignored++;
+        const bool kept = !*added && !bytes_are(name, "text") && !bytes_are(name, "messages");
+        if (*ignored) buffer_print(&j->ignored, "%s%s", j->ignored.n ? ", " : "", *ignored);
+        if (*added) {
             snprintf(what, sizeof(what), "has a member \"%s\", which this run adds; to take it "
-                     "away: jq 'del(.%s)' -c", added, added);
+                     "away: jq 'del(.%s)' -c", *added, *added);
             j->error = what;
         }
         json_value(&all, 1);
@@ -4073,23 +4062,6 @@ static void json_line(Json *j, Conversation *talk, int kind, Buffer *out) {
     json_check(j, !messages || role >= USER, "role", "a last message of the user or assistant");
 }
 
-#define CSV_TO_JSON "python3 -c 'import csv, json, sys; " \
-                    "[print(json.dumps(row)) for row in csv.DictReader(sys.stdin)]'"
-
-// Returns what may help with a list whose first bad line is this one.
-static const char *json_hint(Bytes line) {
-    const uint8_t first = line.n ? *line.p : 0, last = line.n ? line.p[line.n - 1] : 0;
-    const bool role = find_last(line, bytes("\"role\""));
-    if ((first == '[' && (last != ']' || !role)) || (first == '{' && last != '}'))
-        return " (one value a line: jq -c . makes that, jq -c '.[]' of an array of texts)";
-    if (first == '{' && find_last(line, bytes("\"body\"")))
-        return " (OpenAI's batch file: jq -c '{custom_id} + .body' makes lines of it)";
-    if (first == '{' && role && !find_last(line, bytes("\"messages\"")))
-        return " (a message alone: jq -c '[.]' makes an array of it, jq -cs . one of all lines)";
-    return !first || first == '[' || first == '{' ? ""
-        : " (-l takes plain lines; CSV: " CSV_TO_JSON " makes objects)";
-}
-
 enum { AHEAD = 1024, AHEAD_BYTES = 16 << 20 };  // lines that may wait for an earlier one
 
 typedef struct {
@@ -4108,9 +4080,7 @@ typedef struct {
     size_t in_thinking;     // answers that ended inside it
     size_t closed[NOT_CLOSED + 1]; // thinkings by what ended them: see endings
     size_t pieces;          // texts that are scored in pieces
-    const char *hint;       // on the first bad line of JSON; "" once it is given, NULL before
-    bool gave_no_effect;    // a notice named members without effect
-    bool gave_messages;     // a notice said that -i has none before messages
+    bool gave_notice;       // of what has no effect; of plain lines that look like CSV
     double size;            // bytes of the file, if known
     double consumed;        // bytes of its lines so far
     // With -w (see Going on with a list):
@@ -4149,9 +4119,7 @@ static void write_line(List *l) {
 // that follow those that are written.
 static void end_line(List *l, size_t number, const Text *t, const Ids *ids, const char *error) {
     const bool is_new = number >= l->in_file;  // else FILE has its result
-    if (error && is_new)
-        report("%.600s: line %zu: %s%s", l->in.name, number + 1, error, l->hint ? l->hint : "");
-    if (l->hint) l->hint = "";
+    if (error && is_new) report("%.600s: line %zu: %s", l->in.name, number + 1, error);
     l->failed += error && is_new;
     l->done += is_new;
     add_result(line_of(l, number), l->e, t, ids, error);
@@ -4171,24 +4139,39 @@ static void count_text(List *l, const Text *t) {
     l->pieces += l->e->mode == PERPLEXITY && slot->own.all.n > t->context;
 }
 
-// Says so if the first line of a list of plain lines is JSON: -L may be meant.
-static void check_plain(const List *l, Json line) {
-    if (line.n == 0 || !memchr("[{\"", *line.rest.p, 3)) return;
+#define CSV_TO_JSON "python3 -c 'import csv, json, sys; " \
+                    "[print(json.dumps(row)) for row in csv.DictReader(sys.stdin)]'"
+
+// Says so if plain lines look like JSON (line 1), or like a CSV file whose texts have newlines.
+static void check_plain(List *l, Json line) {
+    const Bytes text = line.rest;
+    size_t quotes = 0;
+    for (size_t i = 0; i < text.n; i++) quotes += text.p[i] == '"';
+    const bool open = quotes % 2 && (*text.p == '"' || find_last(text, bytes(",\"")));
+    if (open && !l->gave_notice)
+        notice("%.600s: line %zu leaves a quote open; if this is CSV: " CSV_TO_JSON " makes "
+               "objects, for -L", l->in.name, l->read + 1);
+    l->gave_notice |= open;
+    if (l->read > 0 || text.n == 0 || !memchr("[{\"", *text.p, 3)) return;
     json_value(&line, 0);
     if (!line.error && line.rest.n == 0)
         notice("%.600s: line 1 is JSON, and taken as plain text; -L reads JSON", l->in.name);
 }
 
-// Says once what of a line has no effect.
-static void give_no_effect(List *l, Json *j, bool messages) {
-    if (j->ignored.n && !l->gave_no_effect)
+// Says what may help if the first line is bad: then the list may be another program's.
+static void give_hint(const List *l, Bytes line) {
+    notice("%.600s: %s", l->in.name, line.n && memchr("[{", *line.p, 2)
+           ? "one value a line? jq -c . makes that, jq -c '.[]' of an array of texts, jq -c "
+             "'{custom_id} + .body' of OpenAI's batch file, jq -c '[.]' of messages without []"
+           : "JSON? -l takes plain lines, and of CSV " CSV_TO_JSON " makes objects");
+}
+
+// Says, in the first such line, what of it has no effect.
+static void give_no_effect(List *l, Bytes names) {
+    if (names.n && !l->gave_notice)
         notice("%.600s: line %zu: no effect: %.*s (options hold for all lines)", l->in.name,
-               l->read + 1, (int)j->ignored.n, j->ignored.p);
-    if (messages && l->app->options.text && !l->gave_messages)
-        notice("%.600s: line %zu: -i has no effect before messages", l->in.name, l->read + 1);
-    l->gave_no_effect |= j->ignored.n > 0;
-    l->gave_messages |= messages;
-    free(j->ignored.p);
+               l->read + 1, (int)names.n, names.p);
+    l->gave_notice |= names.n > 0;
 }
 
 // Makes the conversation of a line: its messages, or its text after that of -i. *line becomes that
@@ -4204,10 +4187,13 @@ static const char *take_line(List *l, Bytes *line, Buffer *out) {
     if (chat && o->system) conversation_add(talk, SYSTEM, bytes(o->system));
     const size_t before = talk->n;
     if (o->json_list) json_line(&j, chat ? talk : NULL, result_kind(l->e), out);
-    else if (l->read == 0) check_plain(l, j);
-    if (j.error && !l->hint) l->hint = json_hint(*line);
+    else check_plain(l, j);
+    if (j.error && l->read == 0) give_hint(l, *line);
     const bool messages = talk->n > before;
-    give_no_effect(l, &j, messages);
+    if (messages && o->text)
+        buffer_print(&j.ignored, "%s-i before messages", j.ignored.n ? ", " : "");
+    give_no_effect(l, bytes_of(&j.ignored));
+    free(j.ignored.p);
     if (j.error || messages) return j.error;
     if (o->json_list) *line = bytes_of(j.text);
     Buffer *text = &conversation_add(talk, USER, bytes(o->text ? o->text : ""))->text;
@@ -4259,8 +4245,8 @@ static void add_line(List *l, Bytes line) {
     if (app->options.list) check_utf8(app, l->in.name, l->read + 1, line);
     give_notices(app);
     if (number == l->in_file && number)
-        notice("%s: %zu line%s there, goes on with line %zu", app->options.out, number,
-               number == 1 ? " is" : "s are", number + 1);
+        notice("%s: %zu lines are there, goes on with line %zu", app->options.out, number,
+               number + 1);
     if (number == l->in_file && draws_ids(e) && !quiet && !is_seeded(&app->options))
         fprintf(stderr, "seed %llu\n", app->options.seed);
     const char *error = encode_line(l, chop(line), out);
@@ -4271,8 +4257,8 @@ static void add_line(List *l, Bytes line) {
         if (!error && number >= l->in_file) l->prompt_tokens += ids->n;
         end_line(l, number, NULL, ids, error);
     } else {
-        const bool goes_on = talk->p[talk->n - 1].role == ASSISTANT;
-        add_text(e, ids, app->options.seed + number, goes_on)->slot->number = number;
+        const int last = talk->p[talk->n - 1].role;
+        add_text(e, ids, app->options.seed + number, last == ASSISTANT)->slot->number = number;
     }
 }
 
@@ -4301,7 +4287,7 @@ static bool admit_lines(List *l) {
             ahead > AHEAD_BYTES || interrupted)
             break;
         next_line(&l->in, &line, l->e->n_texts == 0);
-        if (line.n == 0) break;  // the end, or it comes later
+        if (line.n == 0 || bytes_are(line, "\x1A")) break;  // the end (DOS's, too), or a pause
         add_line(l, line);
     }
     return l->e->n_texts > 0 && !interrupted;
@@ -4338,8 +4324,8 @@ static int report_list(const List *l) {
         notice("list: %zu lines are written; the same command%s%s goes on%s", lines,
                o->out ? "" : " with -w FILE for > FILE", seed,
                l->size ? "" : ", if the pipe gives the same lines again");
-    fprintf(stderr, "%zu texts in %.1f s, prompts %zu tokens (%zu cached", n, seconds, l->prompt_tokens,
-            l->cached);
+    fprintf(stderr, "%zu texts in %.1f s, prompts %zu tokens (%zu cached", n, seconds,
+            l->prompt_tokens, l->cached);
     if (l->e->again) fprintf(stderr, ", %zu computed again", l->e->again);
     fputs(")", stderr);
     if (modes[l->e->mode].has_answers) fprintf(stderr, ", answers %zu tokens", l->drawn);
@@ -4353,6 +4339,7 @@ static int report_list(const List *l) {
 static int run_list(List *l) {
     progress = (struct Progress){.start = now()};
     patience = 0;
+    if (is_terminal(l->in.fd)) notice("%s: each line is a text; Ctrl-D ends the list", l->in.name);
     while (admit_lines(l) && run_pass(l->e)) {
         for (int i = 0; i < l->e->n_running;) {  // end_text puts the next one at i
             Text *t = l->e->order[i];
@@ -6069,7 +6056,8 @@ static void start_platform(int *argc, char ***argv) {
     // A closed descriptor can't be used, but is taken: else the next file would get its number, and
     // be read for stdin, or get what is meant for stdout or stderr.
     for (int fd = 0; fd <= STDERR_FILENO; fd++)
-        if (fcntl(fd, F_GETFD) < 0) (void)!open("/dev/null", fd == 0 ? O_WRONLY : O_RDONLY, 0);
+        if (fcntl(fd, F_GETFD) < 0 && open("/dev/null", fd == 0 ? O_WRONLY : O_RDONLY, 0) < 0)
+            die("descriptor %d: closed, expected it open, or /dev/null in its place", fd);
     signal(SIGBUS, on_fatal);
     signal(SIGPIPE, SIG_IGN);
     signal(SIGXFSZ, SIG_IGN);  // ulimit -f: the write fails
