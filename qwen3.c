@@ -8,21 +8,20 @@
    predicted each next token of a great many texts, and the weights were changed little by little
    until it did this well. This program only uses them. It cuts a text, the prompt, into tokens
    (encode_raw, render) and runs each through the model (forward). Then it computes a number for
-   each token of the vocabulary, higher for a likelier one (compute_logits), and draws a token by
-   these numbers (sample). It writes this token, appends it to the text and runs it, and so on
-   until the answer ends (run_text).
+   each token of the vocabulary, higher for a likelier one (compute_logits), and draws one by these
+   numbers (sample). It writes this token, appends it and runs it, until the answer ends (run_text).
 
-   Inside the model, each token of the text is a vector x (dim), the residual stream. (A name is
-   followed by its shape in parentheses.) x begins as the token's row of the embedding table. Each
-   layer changes x twice. First it adds what attention finds in this token and those before it.
-   Then it adds what a feed-forward network computes from the new x. For attention, matrices make
-   of each token a query q, what it looks for; a key k, what it is found by; and a value v, what it
-   gives to those that find it. The dot products of its query with the keys of all positions (places
-   in the text) up to its own become shares that add up to 1 (softmax). The result is the sum of
-   the values, each times its share. A layer does this in n_heads heads side by side. Each has a
-   query (head_dim) of its own, and so its own shares; but a few of them share a kv head, which is
-   one key and one value. A token's x, k and v depend only on it and on those before it. So they
-   stay right when tokens are appended, and each token runs once: the KV cache keeps, for each
+   Inside the model, each token of the text is dim numbers: a vector x (dim), the residual stream.
+   (A name is followed by its shape.) x begins as the token's row of the embedding table. Layer
+   after layer changes x twice. First a layer adds what attention finds in this token and those
+   before it. Then it adds what a feed-forward network computes from the new x. For attention,
+   matrices make of each token a query q, what it looks for; a key k, what it is found by; and a
+   value v, what it gives to those that find it. The dot products of its query with the keys of all
+   positions (places in the text) up to its own become shares that add up to 1 (softmax). The result
+   is the sum of the values, each times its share. A layer does this in n_heads heads side by side.
+   Each has a query (head_dim) of its own, and so its own shares; but every few neighbours share a
+   kv head: one key and one value. A token's x, k and v depend only on it and on those before it. So
+   they stay right when tokens are appended, and each token runs once: the KV cache keeps, for each
    layer and kv head, the keys K and the values V (positions, head_dim) of all positions so far.
    One layer computes
 
@@ -40,12 +39,16 @@
    Wq h is a matrix times a vector. q . K are the dot products of q with the rows of K; shares times
    V is the sum of the rows of V, each times its share. u * v multiplies element by element. All W,
    rms_ and _norm are weights; eps is mostly 1e-6. Before it is multiplied with a W, a vector is
-   rounded to 8 bits (quantize; comments write Q8(h)). In Qwen3-0.6B, dim is 1024 and hidden_dim
-   3072. It has 28 layers, each with 16 query heads and 8 kv heads of head_dim 128. Its vocabulary
-   has 151,936 tokens.
+   rounded to 8 bits (quantize; comments write Q8(h)):
+
+     x -+- norm, Q8, Wq Wk Wv, rope, softmax, Q8, Wo -(+)-+- norm, Q8, W1 W3, silu, Q8, W2 -(+)- x
+        '----------------------------------------------'  '----------------------------------'
+
+   In Qwen3-0.6B, dim is 1024 and hidden_dim 3072. It has 28 layers, each with 16 query heads and 8
+   kv heads of head_dim 128: a position's keys and values take 2 * 28 * 8 * 128 * 4 = 229,376 bytes.
 
      Norm.    rmsnorm brings vectors of any magnitude to about the same one: so x may grow from
-              layer to layer. The norms of q and k (QK-norm) bound q . k.
+              layer to layer. The norms of q and k (QK-norm) bound q . k: see Scale.
      Scale.   q . k sums head_dim products, some positive and some negative. Its magnitude is about
               sqrt(head_dim) times that of one product. Dividing by this makes heads of any width
               alike. Else softmax could give nearly all to one position.
@@ -53,8 +56,8 @@
               cache smaller (grouped-query attention).
      Gate.    W1 is the gate: silu(W1 h) scales each element of W3 h. Without it, one matrix, the
               product of W2 and W3, could do the same.
-     Order.   rope rotates pairs of elements of q and k by angles that grow with pos: so q . k
-              depends on the distance of the two positions.
+     Order.   Shares know no order. So rope rotates pairs of elements of q and k by angles that
+              grow with pos: q . k then depends on the distance of the two positions.
 
    After the last layer come the logits,
 
@@ -64,26 +67,27 @@
    token of x. So an answer's first token is drawn by the last x of the prompt. The logits of an
    earlier x only tell how well the model predicts a given text (-m perplexity).
 
-   To learn how a language model runs, read Part I. It is the whole definition, in plain C: one
-   text, one token at a time, from the text's bytes to the answer's. (Of what it only declares, a
-   comment says what it does and where it is.) Part II, the program, runs many texts together, in
-   passes of many tokens. Part III, the machine, computes a pass with all threads and SIMD
-   instructions. Both give Part I's results, equal bit for bit, in less time. `make plain` builds a
-   program that computes as Part I does, for a debugger; the tests compare the two. A port to a new
-   CPU begins with `make plain` and then needs only "SIMD primitives".
+   To learn how a language model runs, read Part I: run_layer and run_text first, because they name
+   the rest, then from the top. It is the whole definition, in plain C: one text, one token at a
+   time, from the text's bytes to the answer's. (Of what is only declared, a comment says what it
+   does and where.) Part II, the program, runs many texts together, in passes of many tokens. Part
+   III, the machine, computes a pass with all threads and SIMD instructions. Both give Part I's
+   results, equal bit for bit, in less time. `make plain` builds a program that computes as Part I
+   does, for a debugger, and the tests compare the two. A port begins there: then it needs only
+   "SIMD primitives".
 
    Part I, the model              Part II, the program                      Part III, the machine
-     Types, with their shapes       Errors and memory     Checks and notices    Vector math
-     Math                           The model file        Results               SIMD primitives
+     Types, with their shapes       Errors and memory     Checks and notices    SIMD primitives
+     Math                           The model file        Results               Vector math
      Quantization, matrix product   The tokenizer file    An answer             The KV cache
      Embedding and rope             Unicode, merging      Turns                 Threads
      Attention                      Texts and places      Lines of input        A batch
      The feed-forward network       Many texts at once    Conversations         Matrix products
      The whole model                Drafts                Starting a run        Attention
      Text to tokens                 A pass                Raw texts             The work of a layer
-     The chat format                Writing               JSON                  The memory of a run
-     The sampler                    Thinking              Lists                 POSIX and Windows
-     The main loop                  Given answers         Going on with a list
+     The sampler                    Writing               JSON                  The memory of a run
+     The main loop                  Thinking              Lists                 POSIX and Windows
+     The chat format                Given answers         Going on with a list
                                     Requests              Options
                                     The program's state   main                                    */
 
@@ -129,13 +133,13 @@ typedef struct {
     int n_layers;
     int n_heads;            // query heads
     int n_kv_heads;         // key and value heads: n_heads / n_kv_heads query heads share one
-    int vocab_size;
+    int vocab_size;         // ids, 151,936 in Qwen3-0.6B
     int max_seq_len;        // positions the model was made for; HF max_position_embeddings
     int head_dim;           // n_heads * head_dim need not be dim
     int shared_classifier;  // 1: Wcls is the token embedding; HF tie_word_embeddings
     int group_size;         // of all matrices: see Matrix; divides dim, q_dim and hidden_dim
     int layer_bits;         // of a weight of the layers' matrices, 8 or 4; the others have 8
-    int eight_bits;         // bit i: with layer_bits 4, matrix i of wq wk wv wo w1 w2 w3 has 8
+    int eight_bits;         // bit i set: matrix i of wq wk wv wo w1 w2 w3 has 8 all the same
     int panels;             // 1: the file has the matrices in panels, as Matrix does
     int8_t levels[16];      // with 4 bits: the int8 values that a weight can have
     float rope_theta;
@@ -150,7 +154,7 @@ typedef struct {
     int no_topk_norm;       // 1: their shares add up to less than 1; HF norm_topk_prob = false
     int q_dim;              // n_heads * head_dim
     int kv_dim;             // n_kv_heads * head_dim
-    int cache_bits;         // of a number in the KV cache, 32 or 8 (option -C)
+    int cache_bits;         // of a number in the KV cache, 32 or 8 (option -C 8)
 } Config;
 
 // A quantized matrix: see Quantization and the matrix product.
@@ -210,7 +214,7 @@ typedef struct {
     float *gate;       // (hidden_dim)    W1 h, then silu(W1 h) * (W3 h)
     float *up;         // (hidden_dim)    W3 h
     Q8 gate8;          // (hidden_dim)    Q8(gate)
-    float *router_out; // (n_experts)     Wr h, then exp(Wr h - its largest), -1 once chosen
+    float *router_out; // (n_experts)     see run_experts: Wr h, then its exp, -1 once chosen
     float *share;      // (n_experts)     the share of each chosen expert
     float *y;          // (dim)           one expert's output
     float *out;        // (dim)           what is added to x
@@ -220,7 +224,7 @@ typedef struct {
     float *values;     // (n_layers, context, kv_dim)  and v
 } State;
 
-typedef struct { Config config; Weights weights; State state; } Model;
+typedef struct { Config config; Weights weights; State state; } Model;  // load_model (Part II)
 
 // ------------------------------------------------------------------------------------------------
 // Math: what a layer computes on one vector. What is only declared is in Part III, Vector math: it
@@ -228,11 +232,9 @@ typedef struct { Config config; Weights weights; State state; } Model;
 //
 // Equal bits: a sum of floats depends on the order of its terms. So each sum has one order here,
 // which Part III keeps: a text's results never depend on threads, on how many tokens run together
-// or on other texts. They do depend on the build (not all CPUs have fma) and on the C library
-// (powf, cosf, sinf).
+// or on other texts. They do depend on the CPU (has it fma?) and the C library (powf, cosf, sinf).
 
-// a * b + c, rounded once where the CPU has fma, else twice. Nothing else is fused: the Makefile
-// says -ffp-contract=off.
+// a * b + c, rounded once where the CPU has fma, else twice. Nothing else is fused (-ffp-contract).
 static float mul_add(float a, float b, float c);
 
 // exp(x), with an error of at most 2 units in the last place, exactly 1 for x = 0; 0 for x < -87.7,
@@ -296,24 +298,25 @@ static void silu_times(float *gate, const float *up, int n) {
 // values and one float scale: a weight is its int8 times the scale. (The largest weight sets the
 // scale: a very large one makes its group coarse.) The layers' matrices may have 4 bits: then a
 // weight is levels[its 4 bits] times a scale of 16 bits, with a table `levels` of 16 int8 values.
-// (In groups of 32, a weight takes 9 bits or 4.5, with its part of the scale.) Just before a vector
-// is multiplied with such a matrix, it is quantized, too, always to 8 bits and in groups of the
-// same size. So the dot product of a group of weights and a group of the vector is a sum of
-// integers, at most 256 * 128 * 127 < 2^22: exact, even as a float. The two scales multiply it.
+// Just before a vector is multiplied with such a matrix, it is quantized, too, always to 8 bits and
+// in groups of the same size. So the dot product of a group of weights and a group of the vector is
+// a sum of integers, at most 256 * 128 * 127 < 2^22, exact even as a float, times the two scales.
 
 // Returns weight i of row r without its scale. A row is a sequence of bytes; 4 bytes are a word.
 // With 8 bits, byte i is weight i. With 4 bits, a group has group_size / 2 bytes: the low nibble of
-// its byte j is weight j, the high nibble is weight j + group_size / 2. In memory a matrix is a
-// sequence of panels of 16 rows. A panel has word 0 of each row, then word 1 of each, and so on:
+// its byte j is weight j, the high nibble is weight j + group_size / 2. In memory a matrix is made
+// of panels of 16 rows (the last one padded), word 0 of each row, then word 1 of each, and so on:
 //   row 0, word 0 | row 1, word 0 | ... | row 15, word 0 | row 0, word 1 | row 1, word 1 | ...
-// SIMD instructions compute 4 to 16 rows at once: so they find these rows' words side by side.
+// SIMD instructions compute 4 to 16 rows at once: so they find these rows' words side by side. With
+// 8 bits and 64 columns, weight (17, 6) is byte 1,094: 16 * 64 for panel 0, 16 * 4 for word 0 of
+// panel 1, 4 for word 1 of row 16, and 2.
 enum { PANEL = 16 };
 
 INLINE int weight_int(const Matrix *w, int r, int i) {
     const int half = w->group_size / 2, g = i / w->group_size, j = i % w->group_size;
     const int at = w->bits == 8 ? i : g * half + j % half;  // the byte of the row
-    const size_t word = (size_t)(r / PANEL) * (w->cols * w->bits / 32) + at / 4;
-    const int8_t byte = w->bytes[(word * PANEL + r % PANEL) * 4 + at % 4];
+    const size_t column = (size_t)(r / PANEL) * (w->cols * w->bits / 32) + at / 4;  // of words
+    const int8_t byte = w->bytes[(column * PANEL + r % PANEL) * 4 + at % 4];
     return w->bits == 8 ? byte : w->levels[(j < half ? byte : byte >> 4) & 15];
 }
 
@@ -366,11 +369,11 @@ static void add(float *x, const float *y, int n) {
 // Embedding and rope: what happens first to a token
 //
 // rope rotates each pair (q[j], q[j + head_dim/2]), j < head_dim/2, by the angle pos * theta^(-2j /
-// head_dim), and k in the same way. So q . k depends on the two positions only through their
-// distance. Nothing else in attention knows about order: without rope, the same keys and values in
-// another order would give the same a. theta is mostly 1e6. Pair 0 turns by 1 radian a position,
-// and tells neighbours apart, but after 6 positions it has gone round nearly once. The last pair
-// turns almost theta times as slowly and tells near from far.
+// head_dim), and k in the same way. (Other pairs would do, had the model been trained with them.)
+// So q . k depends on the two positions only through their distance. Without rope, the same keys
+// and values in another order would give the same a. theta is mostly 1e6. Pair 0 turns by 1 radian
+// a position, and tells neighbours apart, but after 6 positions it has gone round nearly once. The
+// last pair turns almost theta times as slowly and tells near from far.
 
 // Returns the frequency of pair j in radians per position: theta^(-2j / head_dim). If rope is
 // scaled for longer texts than those of the model's training (YaRN, arXiv 2309.00071), the file has
@@ -412,8 +415,7 @@ static void embed(const Model *m, int token, float *x) {
 // Attention. The functions from here on work on the token's vectors in State: where a comment says
 // h, it is m->state.h. l is the layer's number, pos the token's position.
 
-// Returns the place of a key or value (head_dim) in `cache`, State.keys or State.values: that of a
-// layer, a position and a kv head.
+// Returns where a key or value (head_dim) is in `cache`, which is State.keys or State.values.
 static float *in_cache(const Model *m, float *cache, int l, int pos, int kv_head) {
     const Config *c = &m->config;
     return cache + ((size_t)l * m->state.context + pos) * c->kv_dim + kv_head * c->head_dim;
@@ -427,14 +429,15 @@ static void norm_and_quantize(Model *m, const float *w) {
     quantize(s->h8, s->h, c->dim, c->group_size);
 }
 
-// x (n), k or v, becomes Q8(x) in groups of 16, times the scales: a KV cache of 8 bits holds this.
-// (Larger groups cost quality: k has a few large elements, which make their group coarse.)
+// With option -C 8, the KV cache has x (n), k or v, in 8 bits: x becomes Q8(x) in groups of 16,
+// times the scales. This is for long texts: each token reads all keys and values so far, which are
+// 0.31 of the bytes then. (k has a few large elements, which would make larger groups coarse.)
 static void round_to_int8(float *x, int n) {
     int8_t int8[16];
-    float scale;
-    for (; n > 0; n -= 16, x += 16) {
-        quantize((Q8){int8, &scale}, x, 16, 16);
-        for (int i = 0; i < 16; i++) x[i] = int8[i] * scale;
+    float scale = 0;
+    for (int i = 0; i < n; i++) {
+        if (i % 16 == 0) quantize((Q8){int8, &scale}, x + i, 16, 16);
+        x[i] = int8[i % 16] * scale;
     }
 }
 
@@ -466,13 +469,11 @@ static void qkv(Model *m, int l, int pos) {
     for (int i = 0; i < c->n_kv_heads; i++) {
         norm_and_rope(c, k + i * c->head_dim, layer->k_norm, s->cos, s->sin);
     }
-    if (c->cache_bits == 8) {
-        round_to_int8(k, c->kv_dim);
-        round_to_int8(v, c->kv_dim);
-    }
+    if (c->cache_bits == 8) round_to_int8(k, c->kv_dim);
+    if (c->cache_bits == 8) round_to_int8(v, c->kv_dim);
 }
 
-// Returns q . k / sqrt(head_dim), both (head_dim).
+// Returns q . k / sqrt(head_dim), both (head_dim): the products are added in order of j.
 static float attention_score(const float *q, const float *k, int head_dim) {
     float dot = 0;
     for (int j = 0; j < head_dim; j++) dot = mul_add(k[j], q[j], dot);
@@ -484,10 +485,7 @@ static float attention_score(const float *q, const float *k, int head_dim) {
 // before it, and none after it (causal). The positions come in spans, so that the array `score` is
 // short. With M the largest score so far (exp(score) itself could be infinite), `total` sums
 // exp(score - M), and a sums exp(score - M) times the value. Where a span raises M, both are first
-// multiplied by keep = exp(old M - new M) (online softmax). Last, a is divided by total. (A span
-// begins at a multiple of SPAN: where a position is in its span decides its place in sum_of. Part
-// III counts on this, too. To hide a position, make its score -INFINITY, and leave its value out of
-// the sum: 0 times NaN is NaN.)
+// multiplied by keep = exp(old M - new M) (online softmax). Last, a is divided by total.
 enum { SPAN = 256 };
 
 static void attend(Model *m, int l, int head, int pos) {
@@ -526,13 +524,12 @@ static void attend(Model *m, int l, int head, int pos) {
 // token the router chooses the few experts that run: so a model has many weights, and a token needs
 // few of them. In place of x = x + W2 (silu(W1 h) * (W3 h)), a layer computes
 //
-//   share = softmax(Wr h)                    one number for each expert
+//   share = softmax(Wr h)                    for each expert, all floats: this h is not rounded
 //   S = the n_experts_used experts with the largest shares
 //   share = share / (sum of share over S)    so that they add up to 1; some models skip this
 //   x = x + sum of share[i] W2[i] (silu(W1[i] h) * (W3[i] h)) over i in S
 
-// out (dim) = W2 Q8(silu(W1 h8) * (W3 h8)), with the rows that an expert has of these matrices. A
-// layer without experts is expert 0.
+// out (dim) = W2 Q8(silu(W1 h8) * (W3 h8)), with an expert's rows. Without experts, it is expert 0.
 static void feed_forward(Model *m, const Layer *layer, int expert, float *out) {
     const int dim = m->config.dim, hidden_dim = m->config.hidden_dim;
     State *s = &m->state;
@@ -546,7 +543,7 @@ static void feed_forward(Model *m, const Layer *layer, int expert, float *out) {
 // Chooses the n_experts_used experts with the largest term, of equal terms the lower number. term
 // is Wr h and becomes its exp; term and share are (n_experts). The share of a chosen expert is its
 // exp over the sum of all chosen ones' (the softmax's own sum cancels), or with no_topk_norm over
-// the sum of all. Every other share is 0. Returns false, with all shares 0, if that sum is NaN.
+// the sum of all. Every other share is 0. Returns false, all shares 0, if the sum of all is NaN.
 static bool choose_experts(const Config *c, float *term, float *share) {
     const float all = softmax_terms(term, c->n_experts, max_of(term, c->n_experts));
     float chosen = 0;
@@ -582,10 +579,9 @@ static void run_experts(Model *m, const Layer *layer) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// The whole model, for one token. Part III computes the same bits for many tokens at once. It calls
-// rmsnorm, dot_of, add, norm_and_rope, softmax_terms, silu_times, quantize, choose_experts, embed
-// and rope_angles. All else from dot_row to compute_logits it has written anew, and Part II
-// run_text: changes of these have two places.
+// The whole model, for one token. Part III computes the same bits for many tokens at once: it calls
+// what works on one vector, like rmsnorm. The rest from dot_row to compute_logits is there again,
+// and run_text in Part II: change these in both places.
 
 // Runs layer l: x of the token at position pos becomes x + attention, then x + feed-forward.
 static void run_layer(Model *m, int l, int pos) {
@@ -634,29 +630,19 @@ static float *compute_logits(Model *m) {
 // The text between them is normalized: in Unicode's form NFC, e and a combining accent (U+0301)
 // become one character (U+00E9), so that both spellings get the same ids. Then a regular expression
 // cuts it into pieces, mostly words with the space before them: "Hello, world" becomes "Hello" ","
-// " world". Then byte-pair encoding: each byte of a piece begins as a token of its own; as long as
-// two neighbours together are a token that merges make, the pair whose token has the highest
-// priority is merged: l o w e r -> lo w e r -> lo w er -> low er -> lower. Both vocabulary and
+// " world", ids 9707 11 1879. Then comes byte-pair encoding: each byte of a piece is a token. A
+// merge makes one token of two neighbours; of the merges in the vocabulary that fit, the one of
+// highest priority is next: l o w e r -> l o w er -> l ow er -> l ower -> lower. Vocabulary and
 // priorities were made before training, from the most frequent pairs of the training texts: the
 // model only knows texts that are cut in this way.
 
-typedef struct {  // a view of bytes that something else owns. Texts are never NUL-terminated here.
-    const uint8_t *p;
-    size_t n;
-} Bytes;
+typedef struct { const uint8_t *p; size_t n; } Bytes;  // owned elsewhere; no NUL ends a text
+typedef struct { uint8_t *p; size_t n, cap; } Buffer;  // bytes that grow: p has room for `cap`
+typedef struct { int *p; size_t n, cap; } Ids;         // token ids that grow
 
-typedef struct {  // bytes that grow
-    uint8_t *p;
-    size_t n, cap;  // p has room for `cap`
-} Buffer;
-
-typedef struct {  // token ids that grow
-    int *p;
-    size_t n, cap;  // p has room for `cap`
-} Ids;
-
-static void buffer_add(Buffer *b, Bytes text);
-static void ids_add(Ids *ids, int id);
+// Part II
+static void buffer_add(Buffer *b, Bytes text);    // appends a copy of the text
+static void ids_add(Ids *ids, int id);            // appends the id
 static size_t find_last(Bytes text, Bytes part);  // the offset after its last occurrence, or 0
 
 static Bytes bytes(const char *s) { return (Bytes){(const uint8_t *)s, strlen(s)}; }
@@ -677,7 +663,7 @@ typedef struct {           // the text around the messages of a conversation: se
     Bytes close[3];        // after it
     Bytes answer_open[2];  // before the model's answer: [0] if it is not to think first (mostly
                            // with an empty <think> block), [1] if it is
-    Bytes begun;           // before an answer whose beginning is given (older files: not known)
+    Bytes begun;           // before an answer whose beginning is given (not in older .tokenizer)
     Bytes strip;           // </think>: all up to the last one is cut from an earlier answer,
     Bytes trim;            // and then any of these characters from the start of what is left
 } ChatFormat;
@@ -690,7 +676,7 @@ typedef struct Tokenizer {
     int end_of_text;         // <|endoftext|>
     int think;               // <think>, which begins a model's thinking, or -1
     int end_think;           // </think>, which ends it, or -1
-    Ids prefix;              // what HF's post-processor puts before every raw text
+    Ids prefix;              // put before every text in all modes but chat
     Ids suffix;              // and after it
     Ids stop;                // each ends an answer
     ChatFormat chat;
@@ -726,8 +712,7 @@ static size_t contraction(Bytes text) {
 INLINE bool is_newline(uint32_t c) { return c == '\n' || c == '\r'; }
 
 // Returns the length of the white space at the start of the text that is one piece. With a newline:
-// up to the last newline. Otherwise, if several characters are here and text follows: all but the
-// last. Otherwise: all of it.
+// up to the last one. Else, if several characters are here and text follows: all but the last.
 static size_t space_length(const Tokenizer *tok, Bytes text) {
     size_t end = 0, last = 0, newline = 0;
     for (Char c; (c = char_at(tok, text, end)).class == SPACE;) {
@@ -742,7 +727,7 @@ static size_t space_length(const Tokenizer *tok, Bytes text) {
 // Returns the length of the first piece of a nonempty text, by Qwen's regular expression. Of its
 // seven alternatives the first that matches wins. (\p{L} is a letter, \p{N} a numeric character, \s
 // white space; (?!\S) means that only white space or the end follows.) "it's 2024" becomes "it"
-// "'s" " " "2" "0" "2" "4".
+// "'s" " " "2" "0" "2" "4". export.py refuses a checkpoint with another expression.
 //
 //   1   (?i:'s|'t|'re|'ve|'m|'ll|'d)
 //   2   [^\r\n\p{L}\p{N}]?\p{L}+           letters, after at most one other character
@@ -760,7 +745,7 @@ static size_t piece_length(const Tokenizer *tok, Bytes text) {
     if (a.class == SPACE && !(a.c == ' ' && b.class == OTHER))
         return space_length(tok, text);                                              // 5-7
     for (end = run_end(tok, text, a.n, OTHER); end < text.n && is_newline(text.p[end]);) end++;
-    return end;                                                                      // 4
+    return end;                                         // 4: a is OTHER, or a space before one
 }
 
 typedef struct {     // text arrives in parts, some of which may hold added tokens
@@ -772,37 +757,34 @@ typedef struct {     // text arrives in parts, some of which may hold added toke
 // Appends the text in form NFC, or as it is if an older tokenizer file has no data. (Part II)
 static void normalize(const Tokenizer *tok, Buffer *out, Bytes text);
 
-// Returns the token with exactly these bytes: an added one, or one that is not; or -1. Each single
-// byte has a token. (Part II: a hash table)
+// Returns the token with exactly these bytes: if `added`, an added one, else another; or -1. Each
+// single byte has one. (Part II: a hash table)
 static int token_find(const Tokenizer *tok, Bytes text, bool added);
 
-// Appends the tokens of a piece by byte-pair encoding: at first one for each byte, and as long as
-// two neighbours make a token, the pair of the highest priority, of equal ones the leftmost, does.
+// Appends the tokens of a piece. Of pairs with equal priorities the leftmost is merged first.
 static void encode_piece(const Tokenizer *tok, Bytes piece, Ids *out) {
     const size_t first = out->n;
     for (size_t i = 0; i < piece.n; i++)
         ids_add(out, token_find(tok, (Bytes){piece.p + i, 1}, false));
     while (!interrupted) {
-        int merged = -1;  // the token that the best pair makes
-        size_t best = first;
+        int *best = NULL, merged = -1;  // the pair of the highest priority, and what it makes
         Bytes both = piece;
-        for (size_t i = first; i + 1 < out->n; i++) {
-            const size_t n = tok->text[out->p[i]].n;
-            both.n = n + tok->text[out->p[i + 1]].n;
+        for (int *pair = out->p + first; pair + 1 < out->p + out->n; pair++) {
+            both.n = tok->text[pair[0]].n + tok->text[pair[1]].n;
             const int id = token_find(tok, both, false);
-            both.p += n;
-            if (id < 0 || (merged >= 0 && tok->priority[id] <= tok->priority[merged])) continue;
+            both.p += tok->text[pair[0]].n;
+            if (id < 0 || (best && tok->priority[id] <= tok->priority[merged])) continue;
+            best = pair;
             merged = id;
-            best = i;
         }
-        if (merged < 0) break;
-        out->p[best] = merged;
+        if (!best) break;
+        *best = merged;
         out->n--;
-        for (size_t i = best + 1; i < out->n; i++) out->p[i] = out->p[i + 1];
+        for (int *id = best + 1; id < out->p + out->n; id++) id[0] = id[1];
     }
 }
 
-// Does the same in less time than grows with the square of the bytes (Part II). -DPLAIN: the same.
+// encode_piece, but its time does not grow with the square of the bytes (Part II)
 static void merge_piece(const Tokenizer *tok, Bytes piece, Ids *out);
 
 // Encodes the plain text that has arrived. A byte makes at most one token: so all counts fit into
@@ -825,13 +807,12 @@ static void encode_token(Encoder *enc, int id) {
     ids_add(enc->out, id);
 }
 
-// Adds plain text, which encode_flush will encode. A mark spelled out in it, such as <|im_end|>,
-// stays plain text, because no merges make it. So a user, whose text comes here, can't forge the
-// chat format. (A fine-tune may have added a text that merges make, too: that is found here.)
+// Adds plain text, which encode_flush will encode. A mark in it, such as <|im_end|>, stays plain
+// text, because no merges make it: so a user, whose text comes here, can't forge the chat format.
 static void encode_plain(Encoder *enc, Bytes text) { buffer_add(&enc->pending, text); }
 
-// Adds text in which spelled-out added tokens are recognized and become single tokens: encode_plain
-// what is between them, encode_token them. (Part II)
+// Adds text in which added tokens may be spelled out: these go to encode_token, what is between
+// them to encode_plain. (Part II)
 static void encode_marked(Encoder *enc, Bytes text);
 
 // Appends the ids of a text, in which the spelling of added tokens counts if `marked` is true.
@@ -851,6 +832,279 @@ static void encode_raw(const Tokenizer *tok, Bytes text, Ids *out) {
 }
 
 // ------------------------------------------------------------------------------------------------
+// The sampler: repetition penalty, presence penalty (which HF lacks), temperature, top-k, top-p, in
+// HF's order. (The likeliest token each time would make a dull text that repeats itself.) Top-k and
+// top-p cut off the very many unlikely tokens: else one of them would be drawn now and then. Tokens
+// are ordered by probability, of equal ones the lower id first. Nothing is sorted: each step is a
+// loop over the vocabulary that compilers vectorize, and takes about as long for any probabilities.
+
+typedef struct {
+    float temperature;  // divides the logits: < 1 favours likely tokens; 0: always the likeliest
+    float top_p;        // keep the smallest set that reaches this probability, the nucleus
+    int top_k;          // keep the k most likely tokens, 0: all
+    float presence;     // subtracted from the logits of tokens that are in the answer
+    float repetition;   // makes tokens of the prompt and the answer less likely, 1: off
+    bool *in_answer;    // (vocab_size) is in the answer
+    bool *seen;         // (vocab_size) is in the prompt (Part II marks it) or in the answer
+    uint64_t rng;       // the state of random_next; option -s sets it
+} Sampler;
+
+// One of 2^53 numbers in [0, 1): splitmix64
+static double random_next(uint64_t *state) {
+    uint64_t z = *state += 0x9E3779B97F4A7C15u;
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u;
+    z = (z ^ z >> 27) * 0x94D049BB133111EBu;
+    return (double)((z ^ z >> 31) >> 11) / 9007199254740992.0;
+}
+
+// The sum of x (n) in double, as 16 interleaved sums: finite if and only if every x is
+static double sum_double(const float *x, int n) {
+    double sums[16] = {0}, sum = 0;
+    int i = 0;
+    for (; i + 16 <= n; i += 16) {
+        for (int j = 0; j < 16; j++) sums[j] += x[i + j];
+    }
+    for (; i < n; i++) sums[i % 16] += x[i];
+    for (int j = 0; j < 16; j++) sum += sums[j];
+    return sum;
+}
+
+static int argmax(const float *x, int n) {
+    const float max = max_of(x, n);
+    int best = 0;
+    while (x[best] != max && best < n - 1) best++;
+    return best;
+}
+
+// Replaces logits (n) by exp((logit - max) / temperature): probabilities, each over the largest
+static void likelihoods(float *logits, int n, float max, float temperature) {
+    for (int i = 0; i < n; i++) logits[i] = fast_exp((logits[i] - max) / temperature);
+}
+
+// Sets p of token id and of all less likely ones to 0.
+static void keep_likelier(float *p, int n, int id) {
+    const float limit = p[id];
+    for (int i = 0; i < id; i++) p[i] = p[i] >= limit ? p[i] : 0;
+    for (int i = id; i < n; i++) p[i] = p[i] > limit ? p[i] : 0;
+}
+
+// Sets all p but the k largest to 0. The search for the k-th largest begins with large steps, then
+// it halves what is left: at least k values are >= least, fewer than k are >= above. If several are
+// equal to the k-th largest, the lowest ids of these stay.
+static void keep_top_k(float *p, int n, int k) {
+    float least = 0, above = 2;
+    int kept = n;  // how many values are >= least
+    while (kept > k) {
+        float middle = above / 256;
+        if (middle <= least) middle = (least + above) / 2;
+        if (middle == least || middle == above) break;  // no float is between them
+        int count = 0;
+        for (int i = 0; i < n; i++) count += p[i] >= middle;
+        kept = count < k ? kept : count;
+        least = count < k ? least : middle;
+        above = count < k ? middle : above;
+    }
+    for (int i = 0; i < n; i++) p[i] = p[i] >= least ? p[i] : 0;
+    for (int i = n - 1; kept > k; i--) {
+        if (p[i] != least) continue;
+        p[i] = 0;
+        kept--;
+    }
+}
+
+// Returns the lowest id at which the running sum of p (n) exceeds `point`, or n.
+static int token_at(const float *p, int n, double point) {
+    enum { STEP = 1024 };  // ids that are summed at once
+    int i = 0;
+    for (; i + STEP <= n; i += STEP) {
+        const double sum = sum_double(p + i, STEP);
+        if (point < sum) break;
+        point -= sum;
+    }
+    for (; i < n && point >= p[i]; i++) point -= p[i];
+    return i;
+}
+
+// The repetition penalty (HF RepetitionPenaltyLogitsProcessor), then the presence penalty
+static void penalize(const Sampler *sampler, float *logits, int n) {
+    const float repetition = sampler->repetition, presence = sampler->presence;
+    for (int i = 0; i < n && repetition != 1; i++) {
+        float lower = logits[i] < 0 ? logits[i] * repetition : logits[i] / repetition;
+        if (sampler->seen[i]) logits[i] = lower;
+    }
+    for (int i = 0; i < n && presence != 0; i++) logits[i] -= sampler->in_answer[i] ? presence : 0;
+}
+
+// Draws the next token by its logits (n), which are overwritten. Returns -1 if they are not finite.
+// A token is in the nucleus if all likelier ones sum to less than top_p (> 0) of what top_k keeps:
+// of p = 0.5, 0.3 and 0.2 with top_p = 0.6, the first two are. Drawing from it needs no sorting.
+// Say that the first draw, from all, gives the third. The likelier ones sum to 0.8, so neither it
+// nor a less likely token is in the nucleus: their p become 0. Draw again, until the drawn token is
+// in it. Until then no token of the nucleus loses its p: so each is drawn in proportion to its p.
+static int sample(Sampler *sampler, float *logits, int n) {
+    penalize(sampler, logits, n);
+    if (!isfinite(sum_double(logits, n))) return -1;
+    if (sampler->temperature == 0) return argmax(logits, n);
+    float *p = logits;
+    likelihoods(p, n, max_of(logits, n), sampler->temperature);
+    if (sampler->top_k > 0 && sampler->top_k < n) keep_top_k(p, n, sampler->top_k);
+    double sum = sum_double(p, n), nucleus_sum = sampler->top_p * sum;
+    for (;;) {
+        int id = token_at(p, n, random_next(&sampler->rng) * sum);
+        if (id == n) continue;  // a rounding error at the end of the sum
+        keep_likelier(p, n, id);
+        sum = sum_double(p, n);
+        if (sum < nucleus_sum) return id;
+    }
+}
+
+// Returns log(sum(exp(logits))) of logits (n), which are overwritten. A logit minus this is log(p).
+static double log_sum_exp(float *logits, int n) {
+    const float max = max_of(logits, n);
+    likelihoods(logits, n, max, 1);
+    return log(sum_double(logits, n)) + max;
+}
+
+typedef struct Writer Writer;
+
+// Writes a token's text. (It may end inside a character: then those bytes wait.) Returns false if
+// option -x TEXT ends the answer here: nothing from TEXT on is written. (Part II)
+static bool writer_token(Writer *out, const Tokenizer *tok, int id);
+
+// ------------------------------------------------------------------------------------------------
+// The main loop. A text is its ids, of which the first n_run have run. They run one after the
+// other, from the prompt's first on. The logits of an id predict the id after it. Ids before number
+// `target` are taken as they are. The others are predicted: drawn, or if they are there, scored.
+//
+//   use             target begins at  each target ...                  the text ends
+//   an answer       the prompt's end  is drawn, written and appended   by one of the Endings below
+//   a perplexity    1                 is there: its -log(p) is added   COMPLETE after its last id
+//   an embedding    the text's end    is no id: x becomes the result   COMPLETE
+//
+// For example, a prompt of the ids A B C gets two drawn ids, D and E, and then a stop id is drawn:
+//
+//   ids        n_run  target
+//   A B C      0      3       A and B run: the ids after them are taken as they are
+//   A B C      2      3       C runs, and D is drawn
+//   A B C D    3      4       D runs, and E is drawn
+//   A B C D E  4      5       E runs, and a stop id is drawn, which is not appended
+//   A B C D E  5      5       COMPLETE
+//
+// Part II runs many texts together in one pass, and guesses ids: the same ids and sums in less
+// time. `make plain` (-DPLAIN) runs this loop instead.
+
+typedef enum {
+    GOES_ON,
+    COMPLETE,                      // a stop id or -x TEXT; other texts than answers: their last id
+    LIMIT_REACHED, CONTEXT_ENDED,  // -n; -c
+    REPEATS,                       // without -n: the answer goes round in circles
+    INTERRUPTED, FAILED            // Ctrl-C; the logits, or an embedding, are not finite
+} Ending;
+
+typedef struct Text {  // add_text makes it (Part II)
+    Ids ids;           // its tokens, those of the prompt first; a perplexity has at least two
+    size_t n_run;      // how many have run: their keys and values are in the KV cache
+    size_t target;     // the number of the id that is predicted next: drawn or scored
+    size_t n_prompt;   // ids of the prompt
+    size_t max_ids;    // the most ids of prompt and answer together (option -n)
+    size_t context;    // the most positions that fit into the cache (option -c)
+    size_t watched;    // repeats are looked for from this id on (with -n: nowhere)
+    int repeats;       // how much it repeats itself: see repeats_itself
+    bool embeds;       // no id is predicted: x becomes an embedding
+    double nll;        // the sum of -log(probability) of its scored ids (negative log-likelihood)
+    Ending ending;
+    Sampler sampler;
+    Writer *writer;    // where the answer goes
+    struct Slot *slot; // its part in a pass of many texts (Part II)
+} Text;
+
+static bool is_stop(const Tokenizer *tok, int id) {
+    for (size_t i = 0; i < tok->stop.n; i++) {
+        if (tok->stop.p[i] == id) return true;
+    }
+    return false;
+}
+
+// Returns true if the answer goes round in circles, as small models do, now that an id has been
+// appended. The id is a repeat if the 8 ids that end with it came at least 3 times before. A repeat
+// adds 1 to a count, any other id takes off 3, and at 256 the answer ends: the counts of lists,
+// tables and code stay far below. The first </think> begins the watch anew.
+static bool repeats_itself(const Tokenizer *tok, Text *text) {
+    enum { LENGTH = 8, TIMES = 3, MOST = 256 };
+    const size_t n = text->ids.n;
+    const int *p = text->ids.p, id = p[n - 1];
+    int times = 0;
+    for (size_t end = n - 1; end >= text->watched + LENGTH && times < TIMES; end--)
+        times += p[end - 1] == id
+            && memcmp(p + end - LENGTH, p + n - LENGTH, LENGTH * sizeof(int)) == 0;
+    text->repeats = times == TIMES ? text->repeats + 1 : text->repeats - min_int(text->repeats, 3);
+    if (id == tok->end_think && text->watched == text->n_prompt)
+        text->watched = n, text->repeats = 0;
+    return text->repeats >= MOST;
+}
+
+// Appends an id to its text and writes it, unless it is a stop id. Returns the text's Ending.
+static Ending append_id(const Tokenizer *tok, Text *text, int id) {
+    Ids *ids = &text->ids;
+    if (is_stop(tok, id)) return COMPLETE;
+    ids_add(ids, id);
+    text->target = ids->n;
+    text->sampler.in_answer[id] = text->sampler.seen[id] = true;
+    if (!writer_token(text->writer, tok, id)) return COMPLETE;
+    if (ids->n == text->max_ids) return LIMIT_REACHED;
+    if (repeats_itself(tok, text)) return REPEATS;
+    return ids->n <= text->context ? GOES_ON : CONTEXT_ENDED;  // there is room to run it
+}
+
+// append_id for a drawn id. If -r N or repeats end the thinking, its closing ids follow. (Part II)
+static Ending accept_id(const Tokenizer *tok, Text *text, int id);
+
+// Draws the target by the logits of the id before it, which are overwritten. Returns as append_id.
+static Ending draw_next(const Tokenizer *tok, Text *text, float *logits) {
+    if (text->ids.n == text->max_ids) return LIMIT_REACHED;  // -n 0
+    const int id = sample(&text->sampler, logits, tok->vocab_size);
+    return id < 0 ? FAILED : accept_id(tok, text, id);
+}
+
+// Returns the logit of an id. (Part II, where an id of a given answer, -o, may mean any stop id)
+static double logit_of(const Tokenizer *tok, const float *logits, int id);
+
+// Returns -log(probability) of an id by the logits of the id before it, which are overwritten.
+static double nll_of(const Tokenizer *tok, float *logits, int id) {
+    const double logit = logit_of(tok, logits, id);
+    return log_sum_exp(logits, tok->vocab_size) - logit;
+}
+
+// Adds the target's -log(probability). Returns FAILED, COMPLETE after the last id, or GOES_ON.
+static Ending add_nll(Text *text, double nll) {
+    text->nll += nll;
+    text->target++;
+    if (!isfinite(text->nll)) return FAILED;
+    return text->target < text->ids.n ? GOES_ON : COMPLETE;
+}
+
+// Makes of x (dim) the vector by which texts are compared (-m embed). Returns COMPLETE, or FAILED
+// if it is not finite. (Part II)
+static Ending embed_text(const Model *m, Text *text, float *x);
+
+// Runs a text to its end, one token at a time.
+static void run_text(Model *m, const Tokenizer *tok, Text *text) {
+    const Ids *ids = &text->ids;
+    while (text->ending == GOES_ON) {
+        if (!forward(m, ids->p[text->n_run], (int)text->n_run)) {
+            text->ending = INTERRUPTED;
+            break;
+        }
+        text->n_run++;
+        if (text->n_run < text->target) continue;  // the next id is taken as it is
+        float *logits = text->embeds ? NULL : compute_logits(m);
+        text->ending = text->embeds ? embed_text(m, text, m->state.x)
+            : text->target < ids->n ? add_nll(text, nll_of(tok, logits, ids->p[text->target]))
+            : draw_next(tok, text, logits);
+    }
+}
+
+// ------------------------------------------------------------------------------------------------
 // The chat format. A conversation is a list of messages. A chat model was trained on conversations
 // written in one form, which its checkpoint has as a program, the chat template. So the prompt of
 // each turn is all messages in that form, up to where the model's answer begins, for example
@@ -861,22 +1115,18 @@ static void encode_raw(const Tokenizer *tok, Bytes text, Ids *out) {
 //
 // export.py has turned the template into a ChatFormat. Each turn encodes the whole conversation
 // anew. Its first ids that equal those in the cache do not run again, but its last id always does:
-// its x gives the logits. (Part II compares them. The stop id that ended an answer has not run.) If
-// a <think> block, even an empty one, came before the last answer, the next turn leaves it out, as
-// the template does. The tokens after it then have other positions and see other tokens: so they
-// run again.
+// its x gives the logits. If a <think> block, even an empty one, came before the last answer, the
+// next turn leaves it out, as the template does. The tokens after it then have other positions and
+// see other tokens: so they run again.
 
 typedef struct {
     int role;     // SYSTEM (instructions for all of it), USER or ASSISTANT (the model)
     Ids ids;      // of an answer that the model drew: its tokens
-    Buffer text;  // of any other message: its bytes. Of a drawn answer that option -x TEXT ended
-                  // inside a token: what came before TEXT of this token, which is not in ids
+    Buffer text;  // of any other message, its bytes. If option -x TEXT ended a drawn answer inside
+                  // a token: that token's bytes before TEXT (it is not in ids)
 } Message;
 
-typedef struct {
-    Message *p;
-    size_t n, cap;  // p has room for `cap`
-} Conversation;
+typedef struct { Message *p; size_t n, cap; } Conversation;
 
 // Returns how many bytes of an answer are thinking: up to the last </think> and its newlines.
 static size_t thinking_length(const ChatFormat *f, Bytes text) {
@@ -936,301 +1186,6 @@ static void render(const Tokenizer *tok, const Conversation *conversation, size_
     else encode_marked(&enc, f->answer_open[think]);
     encode_flush(&enc);
     free(enc.pending.p);
-}
-
-// ------------------------------------------------------------------------------------------------
-// The sampler: repetition penalty, presence penalty (which HF lacks), temperature, top-k, top-p, in
-// HF's order. (The likeliest token each time would make a dull text that repeats itself.) Top-k and
-// top-p cut off the very many unlikely tokens: else one of them would be drawn now and then. Tokens
-// are ordered by probability, of equal ones the lower id first. Nothing is sorted: each step is a
-// loop over the vocabulary that compilers vectorize, so the time hardly depends on the
-// distribution. A new field of Sampler is an option: .github/CONTRIBUTING.md has its places.
-
-typedef struct {
-    float temperature;  // divides the logits: < 1 favours likely tokens; 0: always the likeliest
-    float top_p;        // keep the smallest set that reaches this probability, the nucleus
-    int top_k;          // keep the k most likely tokens, 0: all
-    float presence;     // subtracted from the logits of tokens that are in the answer
-    float repetition;   // makes tokens of the prompt and the answer less likely, 1: off
-    bool *in_answer;    // (vocab_size) is in the answer
-    bool *seen;         // (vocab_size) is in the prompt (Part II marks it) or in the answer
-    uint64_t rng;       // the state of random_next; option -s sets it
-} Sampler;
-
-// One of 2^53 numbers in [0, 1): splitmix64
-static double random_next(uint64_t *state) {
-    uint64_t z = *state += 0x9E3779B97F4A7C15u;
-    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u;
-    z = (z ^ z >> 27) * 0x94D049BB133111EBu;
-    return (double)((z ^ z >> 31) >> 11) / 9007199254740992.0;
-}
-
-// The sum of x (n) in double, as 16 interleaved sums: finite if and only if every x is
-static double sum_double(const float *x, int n) {
-    double sums[16] = {0}, sum = 0;
-    int i = 0;
-    for (; i + 16 <= n; i += 16) {
-        for (int j = 0; j < 16; j++) sums[j] += x[i + j];
-    }
-    for (; i < n; i++) sums[i % 16] += x[i];
-    for (int j = 0; j < 16; j++) sum += sums[j];
-    return sum;
-}
-
-static int argmax(const float *x, int n) {
-    const float max = max_of(x, n);
-    int best = 0;
-    while (x[best] != max && best < n - 1) best++;
-    return best;
-}
-
-// Replaces logits (n) by exp((logit - max) / temperature): probabilities that are not normalized,
-// of which the largest is 1
-static void likelihoods(float *logits, int n, float max, float temperature) {
-    for (int i = 0; i < n; i++) logits[i] = fast_exp((logits[i] - max) / temperature);
-}
-
-// Sets p of token id and of all less likely ones to 0.
-static void keep_likelier(float *p, int n, int id) {
-    const float limit = p[id];
-    for (int i = 0; i < id; i++) p[i] = p[i] >= limit ? p[i] : 0;
-    for (int i = id; i < n; i++) p[i] = p[i] > limit ? p[i] : 0;
-}
-
-// Sets all p but the k largest to 0. The search for the k-th largest begins with large steps, then
-// it halves what is left: at least k values are >= least, fewer than k are >= above. If several are
-// equal to the k-th largest, the lowest ids of these stay.
-static void keep_top_k(float *p, int n, int k) {
-    float least = 0, above = 2;
-    int kept = n;  // how many values are >= least
-    while (kept > k) {
-        float middle = above / 256;
-        if (middle <= least) middle = (least + above) / 2;
-        if (middle == least || middle == above) break;  // no float is between them
-        int count = 0;
-        for (int i = 0; i < n; i++) count += p[i] >= middle;
-        if (count < k) {
-            above = middle;
-        } else {
-            least = middle;
-            kept = count;
-        }
-    }
-    for (int i = 0; i < n; i++) p[i] = p[i] >= least ? p[i] : 0;
-    for (int i = n - 1; kept > k; i--) {
-        if (p[i] != least) continue;
-        p[i] = 0;
-        kept--;
-    }
-}
-
-// Returns the lowest id at which the running sum of p (n) exceeds `point`, or n.
-static int token_at(const float *p, int n, double point) {
-    enum { STEP = 1024 };  // ids that are summed at once
-    int i = 0;
-    for (; i + STEP <= n; i += STEP) {
-        const double sum = sum_double(p + i, STEP);
-        if (point < sum) break;
-        point -= sum;
-    }
-    for (; i < n && point >= p[i]; i++) point -= p[i];
-    return i;
-}
-
-// The repetition penalty (HF RepetitionPenaltyLogitsProcessor), then the presence penalty
-static void penalize(const Sampler *sampler, float *logits, int n) {
-    const float repetition = sampler->repetition, presence = sampler->presence;
-    for (int i = 0; i < n && repetition != 1; i++) {
-        float lower = logits[i] < 0 ? logits[i] * repetition : logits[i] / repetition;
-        if (sampler->seen[i]) logits[i] = lower;
-    }
-    for (int i = 0; i < n && presence != 0; i++) logits[i] -= sampler->in_answer[i] ? presence : 0;
-}
-
-// Draws the next token by its logits (n), which are overwritten. Returns -1 if they are not finite.
-// A token is in the nucleus if all likelier ones sum to less than top_p (> 0) of what top_k keeps:
-// of p = 0.5, 0.3 and 0.2 with top_p = 0.6, the first two are. Drawing from it needs no sorting.
-// Say that the first draw, from all, gives the third. The likelier ones sum to 0.8, so neither it
-// nor a less likely token is in the nucleus: their p become 0. Draw again, until the drawn token is
-// in it. Until then no token of the nucleus loses its p. So the draw that hits the nucleus hits
-// each of its tokens with this token's share of it. (A cut that comes before this loop must leave
-// the likeliest token, whose p is exactly 1; one that HF has after top-p must leave nucleus_sum.)
-static int sample(Sampler *sampler, float *logits, int n) {
-    penalize(sampler, logits, n);
-    if (!isfinite(sum_double(logits, n))) return -1;
-    if (sampler->temperature == 0) return argmax(logits, n);
-    float *p = logits;
-    likelihoods(p, n, max_of(logits, n), sampler->temperature);
-    if (sampler->top_k > 0 && sampler->top_k < n) keep_top_k(p, n, sampler->top_k);
-    double sum = sum_double(p, n), nucleus_sum = sampler->top_p * sum;
-    for (;;) {
-        int id = token_at(p, n, random_next(&sampler->rng) * sum);
-        if (id == n) continue;  // a rounding error at the end of the sum
-        keep_likelier(p, n, id);
-        sum = sum_double(p, n);
-        if (sum < nucleus_sum) return id;
-    }
-}
-
-// Returns log(sum(exp(logits))) of logits (n), which are overwritten. A token's logit minus this is
-// the logarithm of its probability.
-static double log_sum_exp(float *logits, int n) {
-    const float max = max_of(logits, n);
-    likelihoods(logits, n, max, 1);
-    return log(sum_double(logits, n)) + max;
-}
-
-typedef struct Writer Writer;
-
-// Writes a token's text. Returns false if the option -x TEXT ends the answer here: as soon as TEXT
-// comes, nothing from it on is written. (Part II)
-static bool writer_token(Writer *out, const Tokenizer *tok, int id);
-
-// ------------------------------------------------------------------------------------------------
-// The main loop. A text is its ids, of which the first n_run have run. They run one after the
-// other, from the prompt's first on. The logits of an id predict the id after it. Ids before number
-// `target` are taken as they are. From there on each id is predicted: it is drawn, or if it is
-// there already, it is scored.
-//
-//   use             target begins at  each target                      the text ends
-//   an answer       the prompt's end  is drawn, written and appended   by one of the Endings below
-//   a perplexity    1                 is there: its -log(p) is added   COMPLETE after its last id
-//   a given answer  the prompt's end  the same (option -o)             the same
-//   an embedding    the text's end    is no id: x becomes the result   COMPLETE
-//
-// For example, a prompt of the ids A B C gets two drawn ids, D and E, and then a stop id is drawn:
-//
-//   ids        n_run  target
-//   A B C      0      3       A and B run: the ids after them are taken as they are
-//   A B C      2      3       C runs, and D is drawn
-//   A B C D    3      4       D runs, and E is drawn
-//   A B C D E  4      5       E runs, and a stop id is drawn, which is not appended
-//   A B C D E  5      5       COMPLETE
-//
-// Part II runs many texts together in one pass, and guesses ids: the same ids and sums in less
-// time. `make plain` (-DPLAIN) runs this loop instead. (Part II's add_text makes a Text of ids: at
-// least one, for a perplexity two, and no more than the context has positions.)
-
-typedef enum {
-    GOES_ON,
-    COMPLETE,                      // a stop id or -x TEXT; other texts than answers: their last id
-    LIMIT_REACHED, CONTEXT_ENDED,  // -n; -c
-    REPEATS,                       // without -n: the answer goes round in circles
-    INTERRUPTED, FAILED            // Ctrl-C; the logits, or an embedding, are not finite
-} Ending;
-
-typedef struct Text {
-    Ids ids;           // its tokens, those of the prompt first
-    size_t n_run;      // so many have run: their keys and values are in the KV cache
-    size_t target;     // the number of the id that is predicted next: drawn or scored
-    size_t n_prompt;   // ids of the prompt
-    size_t max_ids;    // prompt and answer together end at so many ids (option -n)
-    size_t context;    // so many positions fit into the cache (option -c)
-    size_t watched;    // repeats are looked for from this id on (-n: it is too high for any)
-    int repeats;       // how much it repeats itself: see repeats_itself
-    bool embeds;       // no id is predicted: x becomes an embedding
-    double nll;        // the sum of -log(probability) of its scored ids (negative log-likelihood)
-    Ending ending;
-    Sampler sampler;
-    Writer *writer;    // where the answer goes
-    struct Slot *slot; // its part in a pass of many texts (Part II)
-} Text;
-
-static bool is_stop(const Tokenizer *tok, int id) {
-    for (size_t i = 0; i < tok->stop.n; i++) {
-        if (tok->stop.p[i] == id) return true;
-    }
-    return false;
-}
-
-// Returns true if the answer goes round in circles, as small models do, now that an id has been
-// appended. The id is a repeat if the 8 ids that end with it came at least 3 times before. A repeat
-// adds 1 to a count, any other id takes off 3, and at 256 the answer ends: the counts of lists,
-// tables and code stay far below. The first </think> begins the watch anew.
-static bool repeats_itself(const Tokenizer *tok, Text *text) {
-    enum { LENGTH = 8, TIMES = 3, MOST = 256 };
-    const size_t n = text->ids.n;
-    const int *p = text->ids.p, id = p[n - 1];
-    int times = 0;
-    for (size_t end = n - 1; end >= text->watched + LENGTH && times < TIMES; end--)
-        times += p[end - 1] == id
-            && memcmp(p + end - LENGTH, p + n - LENGTH, LENGTH * sizeof(int)) == 0;
-    text->repeats = times == TIMES ? text->repeats + 1 : text->repeats - min_int(text->repeats, 3);
-    if (id == tok->end_think && text->watched == text->n_prompt)
-        text->watched = n, text->repeats = 0;
-    return text->repeats >= MOST;
-}
-
-// Appends an id to its text and writes it, unless it is a stop id. Returns the text's Ending.
-static Ending append_id(const Tokenizer *tok, Text *text, int id) {
-    Ids *ids = &text->ids;
-    if (is_stop(tok, id)) return COMPLETE;
-    ids_add(ids, id);
-    text->target = ids->n;
-    text->sampler.in_answer[id] = text->sampler.seen[id] = true;
-    if (!writer_token(text->writer, tok, id)) return COMPLETE;
-    if (ids->n == text->max_ids) return LIMIT_REACHED;
-    if (repeats_itself(tok, text)) return REPEATS;
-    return ids->n <= text->context ? GOES_ON : CONTEXT_ENDED;  // there is room to run it
-}
-
-// append_id for a drawn id. If thinking gets longer than -r N or repeats itself, this also appends
-// the ids that end it. With given answers (-o), the model may think first: the first drawn id that
-// is no thinking is dropped, and the given answers follow. (Part II)
-static Ending accept_id(const Tokenizer *tok, Text *text, int id);
-
-// Draws the target by the logits of the id before it, which are overwritten. Returns as append_id.
-static Ending draw_next(const Tokenizer *tok, Text *text, float *logits) {
-    if (text->ids.n == text->max_ids) return LIMIT_REACHED;  // -n 0
-    const int id = sample(&text->sampler, logits, tok->vocab_size);
-    return id < 0 ? FAILED : accept_id(tok, text, id);
-}
-
-enum { ANY_STOP = -1 };  // as the last id of a given answer: any stop id. It never runs.
-
-// Returns the logit of an id. That of ANY_STOP is log(sum(exp(logit))) of the stop ids, because the
-// probabilities of several ids add up.
-static double logit_of(const Tokenizer *tok, const float *logits, int id) {
-    double max = -INFINITY, sum = 0;
-    if (id != ANY_STOP) return logits[id];
-    for (size_t i = 0; i < tok->stop.n; i++) max = fmax(max, logits[tok->stop.p[i]]);
-    for (size_t i = 0; i < tok->stop.n; i++) sum += exp(logits[tok->stop.p[i]] - max);
-    return max + log(sum);
-}
-
-// Returns -log(probability) of an id by the logits of the id before it, which are overwritten.
-static double nll_of(const Tokenizer *tok, float *logits, int id) {
-    const double logit = logit_of(tok, logits, id);
-    return log_sum_exp(logits, tok->vocab_size) - logit;
-}
-
-// Adds the target's -log(probability). Returns FAILED, COMPLETE after the last id, or GOES_ON.
-static Ending add_nll(Text *text, double nll) {
-    text->nll += nll;
-    text->target++;
-    if (!isfinite(text->nll)) return FAILED;
-    return text->target < text->ids.n ? GOES_ON : COMPLETE;
-}
-
-// Makes of x (dim) the vector by which texts are compared (-m embed). Returns COMPLETE, or FAILED
-// if it is not finite. (Part II)
-static Ending embed_text(const Model *m, Text *text, float *x);
-
-// Runs a text to its end, one token at a time.
-static void run_text(Model *m, const Tokenizer *tok, Text *text) {
-    const Ids *ids = &text->ids;
-    while (text->ending == GOES_ON) {
-        if (!forward(m, ids->p[text->n_run], (int)text->n_run)) {
-            text->ending = INTERRUPTED;
-            break;
-        }
-        text->n_run++;
-        if (text->n_run < text->target) continue;  // the next id is taken as it is
-        float *logits = text->embeds ? NULL : compute_logits(m);
-        text->ending = text->embeds ? embed_text(m, text, m->state.x)
-            : text->target < ids->n ? add_nll(text, nll_of(tok, logits, ids->p[text->target]))
-            : draw_next(tok, text, logits);
-    }
 }
 
 // ================================================================================================
@@ -2224,6 +2179,8 @@ typedef struct Slot {  // what Part II keeps of a text, beside Text
     int right;         // of these, so many have been drawn
 } Slot;
 
+enum { ANY_STOP = -1 };  // as the last id of a given answer: any stop id. It never runs.
+
 typedef struct Choice {  // a given answer
     Bytes text;
     Ids ids;             // with ANY_STOP at the end, if another one begins with it
@@ -2757,6 +2714,14 @@ static Ending accept_id(const Tokenizer *tok, Text *t, int id) {
 // TEXT of more ids follows, one after the other: so the blocks of the prompt and the thinking stay.
 // Where one TEXT begins another, the answer also has to end after the shorter one. So at most one
 // comes true, and probabilities can be added up.
+
+static double logit_of(const Tokenizer *tok, const float *logits, int id) {
+    double max = -INFINITY, sum = 0;
+    if (id != ANY_STOP) return logits[id];
+    for (size_t i = 0; i < tok->stop.n; i++) max = fmax(max, logits[tok->stop.p[i]]);
+    for (size_t i = 0; i < tok->stop.n; i++) sum += exp(logits[tok->stop.p[i]] - max);
+    return max + log(sum);  // the probabilities of several ids add up
+}
 
 static void encode_choices(Engine *e) {
     size_t longest = 0;
