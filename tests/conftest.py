@@ -102,6 +102,12 @@ def shell(script, timeout=300, **how):
                           env=environment(), **how)
 
 
+def call(*args, env={}, **how):
+    """A run of these words, of which the output is text; env are changes of the environment."""
+    return subprocess.run(list(map(str, args)), **{"capture_output": True, "text": True, "timeout": 1200,
+                                                   "env": environment(**env), **how})
+
+
 def spawn_shell(script):
     """This script at a pseudo-terminal."""
     return pexpect.spawn("sh", ["-c", script], timeout=300, env=environment(TERM="xterm"), dimensions=(24, 80))

@@ -7,11 +7,10 @@ import re
 import resource
 import shutil
 import statistics
-import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TESTS, TINY, assert_error, build, environment
+from conftest import ROOT, TESTS, TINY, assert_error, build, call
 
 
 @pytest.mark.slow
@@ -22,13 +21,12 @@ def test_builds(arguments, tmp_path):
         pytest.skip("clang is not installed")
     build(tmp_path, *arguments)
     program = tmp_path / "qwen3"
-    for mode, expected in (("chat", b"Paris"), ("generate", b"Paris"), ("perplexity", b"nll")):
+    for mode, expected in (("chat", "Paris"), ("generate", "Paris"), ("perplexity", "nll")):
         text = "What is the capital of France?" if mode == "chat" else "The capital of France is"
-        run = subprocess.run([program, TINY / "tiny.bin", "-m", mode, "-t", "0", "-n", "9", "-i", text],
-                             capture_output=True, env=environment(), timeout=1200)
+        run = call(program, TINY / "tiny.bin", "-m", mode, "-t", 0, "-n", 9, "-i", text)
         assert run.returncode == 0 and expected in run.stdout, run
     if arguments == ["portable"]:
-        assert b"plain C" in subprocess.run([program, "--version"], capture_output=True).stdout
+        assert "plain C" in call(program, "--version").stdout
     build(tmp_path, "clean")
     assert not program.exists()
 
@@ -52,28 +50,25 @@ def sources(tmp_path):
 
 def test_cflags_choose_the_cpu(sources):
     """Without them it is this machine's; NATIVE chooses, too."""
-    def command(*arguments, **env):
-        run = subprocess.run(["make", "-s", "-n", *arguments], cwd=sources, capture_output=True, text=True,
-                             env=environment(**env))
+    def make(*arguments, **env):
+        run = call("make", "-s", "-n", *arguments, cwd=sources, env=env)
         assert run.returncode == 0 and run.stderr == "", run.stderr
         return run.stdout
 
-    assert "=native" in command() and " -O3 " in command()
-    for given in command("CFLAGS=-O2 -march=x"), command(CFLAGS="-O2 -march=x"):
+    assert "=native" in make() and " -O3 " in make()
+    for given in make("CFLAGS=-O2 -march=x"), make(CFLAGS="-O2 -march=x"):
         assert "=native" not in given and " -O2 -march=x " in given and "-O3" not in given
-    assert " -O2 -march=y " in command("CFLAGS=-O2", "NATIVE=-march=y")
+    assert " -O2 -march=y " in make("CFLAGS=-O2", "NATIVE=-march=y")
 
 
 def functions(directory, *arguments):
     """What tests/test says, built so; the test is skipped where that can't be."""
-    run = subprocess.run("echo 'int main(void) { return 0; }' | ${CC:-cc} -x c "
-                         + arguments[0].partition("=")[2] + " -o a.out - && ./a.out", shell=True,
-                         cwd=directory, capture_output=True, text=True, env=environment())
+    compile = "echo 'int main(void) { return 0; }' | ${CC:-cc} -x c " + arguments[0].partition("=")[2]
+    run = call("sh", "-c", f"{compile} -o a.out - && ./a.out", cwd=directory)
     if run.returncode:
         pytest.skip("the compiler or the system does not know it: " + run.stderr[:200])
     build(directory, "tests/test", *arguments)
-    run = subprocess.run([directory / "tests/test"], capture_output=True, text=True, env=environment(),
-                         timeout=1200)
+    run = call(directory / "tests/test")
     if "lacks an instruction" in run.stderr:
         pytest.skip("not on this machine: " + run.stderr[:200])
     assert run.returncode == 0 and " 0 failures" in run.stdout, run.stdout + run.stderr[-3000:]
@@ -111,9 +106,8 @@ def test_older_cpu(name, tmp_path):
     if platform.machine() != "x86_64" or not shutil.which("qemu-x86_64"):
         pytest.skip("no qemu-x86_64, or another architecture")
     build(tmp_path, f"NATIVE={flags}")
-    run = subprocess.run(["qemu-x86_64", "-cpu", cpu, tmp_path / "qwen3", TINY / "tiny.bin", "-q",
-                          "-i", "What is the capital of France?", "-t", "0"],
-                         capture_output=True, env=environment(), timeout=1200)
+    run = call("qemu-x86_64", "-cpu", cpu, tmp_path / "qwen3", TINY / "tiny.bin", "-q", "-t", 0,
+               "-i", "What is the capital of France?", text=False)
     if missing:
         assert_error(run, 1, "CPU", missing, "portable")
     else:
@@ -126,7 +120,7 @@ def test_the_same_bytes(tmp_path):
     build(tmp_path / "a", "qwen3", "CFLAGS=-O3")
     other = shutil.copytree(tmp_path / "a", tmp_path / "another directory", ignore=lambda *_: ["qwen3", ".flags"])
     flags = "-Ofast -ffast-math -funsafe-math-optimizations -fassociative-math -ffp-contract=fast -std=c99"
-    made = subprocess.run(["make", "-s", f"CFLAGS={flags}"], cwd=other, capture_output=True, text=True, env=environment())
+    made = call("make", "-s", f"CFLAGS={flags}", cwd=other)
     assert made.returncode == 0, made.stderr                 # clang warns of options that are taken back
     assert (tmp_path / "a/qwen3").read_bytes() == (other / "qwen3").read_bytes()
 
@@ -134,13 +128,12 @@ def test_the_same_bytes(tmp_path):
 def test_install(sources):
     """It needs only the sources; it says which version it is, and how it computes."""
     def make(target):
-        made = subprocess.run(["make", "-s", target, "CFLAGS=-O0", f"DESTDIR={sources}/to here", "PREFIX=/opt/q"],
-                              cwd=sources, capture_output=True, text=True, env=environment())
+        made = call("make", "-s", target, "CFLAGS=-O0", f"DESTDIR={sources}/to here", "PREFIX=/opt/q", cwd=sources)
         assert made.returncode == 0 and made.stderr == "", made.stderr
 
     make("install")
     program = sources / "to here/opt/q/bin/qwen3"
-    run = subprocess.run([program, "--version"], capture_output=True, text=True)
+    run = call(program, "--version")
     number, = re.findall(r'^#define VERSION "(\d+\.\d+)"$', (ROOT / "qwen3.c").read_text(), re.M)
     assert run.returncode == 0 and re.fullmatch(rf"qwen3 {number} \([\w -]+\)\n", run.stdout)
     make("uninstall")
@@ -157,9 +150,8 @@ def test_install(sources):
 def test_bench(model, tmp_path):
     program = TESTS / "bench"
     assert program.exists(), "make tests/bench"
-    command = ["make", "-s", "bench"] if "MODEL=" in str(model[0]) else [program]
-    run = subprocess.run([*command, *model], cwd=ROOT, capture_output=True, text=True, timeout=300,
-                         env=environment(TMPDIR=str(tmp_path)))
+    start = ["make", "-s", "bench"] if "MODEL=" in str(model[0]) else [program]
+    run = call(*start, *model, cwd=ROOT, env={"TMPDIR": str(tmp_path)})
     assert run.returncode == 0 and run.stderr == "", run.stderr
     assert not list(tmp_path.iterdir())                   # the temporary file is gone
     rows = re.findall(r"^ +(\d+)  (\w.*?) {2,}([\d.]+) +([\d.]+) (tok/s|GB/s|GMAC/s|GFMA/s) +(\d+)",
@@ -192,8 +184,7 @@ def test_bench_help_and_refusals(tmp_path):
                                ([tmp_path / "x.bin"], 1, "magic"), (["9b"], 2, "no such shape"),
                                (["small", "5"], 2, "BITS"), (["small", "4", "48"], 2, "GROUP"),
                                (["small", "8", "0", "-1"], 2, "LAYERS")):
-        run = subprocess.run([TESTS / "bench", *args], capture_output=True, text=True, timeout=300,
-                             env=environment())
+        run = call(TESTS / "bench", *args)
         assert run.returncode == status and word in (run.stderr if status else run.stdout), run
 
 
@@ -215,15 +206,15 @@ def need_architecture(arch):
 def test_compile_time(arch, tmp_path):
     """At most 1.5 times the CPU seconds of the first edition."""
     need_architecture(arch)
-    first = subprocess.run(["git", "show", "dda7460:qwen3.c"], cwd=ROOT, capture_output=True)
+    first = call("git", "show", "dda7460:qwen3.c", cwd=ROOT)
     if first.returncode:
         pytest.skip("needs dda7460, the first edition: git fetch --unshallow in a shallow clone")
-    (tmp_path / "first.c").write_bytes(first.stdout)
+    (tmp_path / "first.c").write_text(first.stdout)
 
     def seconds(source):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([os.environ.get("CC", "cc"), "-O3", f"-march={arch}", "-std=gnu11", "-w", source,
-                        "-o", tmp_path / "out", "-lm", "-pthread"], check=True, timeout=1200)
+        call(os.environ.get("CC", "cc"), "-O3", f"-march={arch}", "-std=gnu11", "-w", source,
+             "-o", tmp_path / "out", "-lm", "-pthread", check=True)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
 
@@ -265,9 +256,7 @@ def test_clang_decodes_as_fast_as_gcc(arch, bits, bench_of, tmp_path):
 
     for _ in range(10):
         for compiler in ("clang", "gcc"):
-            run = subprocess.run([bench_of(compiler, arch), "decode", "0.6b", str(bits), "0", "4"],
-                                 capture_output=True, text=True, check=True, timeout=1200,
-                                 env=environment(TMPDIR=str(tmp_path)))
+            run = call(bench_of(compiler, arch), "decode", "0.6b", bits, 0, 4, check=True, env={"TMPDIR": str(tmp_path)})
             for threads, best in re.findall(r"^ +(\d+)  decode at 0 +([\d.]+)", run.stdout, re.M):
                 rates[compiler, threads].append(float(best))
         if min(ratios()) >= 0.95:

@@ -1,12 +1,11 @@
 """One token's journey: what tests/journey prints, with the functions of qwen3.c, is what the
 equations of tests/reference.py give."""
 import re
-import subprocess
 import sys
 
 import numpy as np
 import pytest
-from conftest import SENTENCES, TESTS, TINY, environment, export, make_checkpoint, tokenize
+from conftest import SENTENCES, TESTS, TINY, call, export, make_checkpoint, tokenize
 from reference import Model, encode, journey, read_tokenizer, softmax
 from test_model import SHAPES
 
@@ -19,8 +18,7 @@ TEXTS = ["The capital of France is", "Paris is the capital of France, and Tokyo 
 def run(*args):
     program = TESTS / "journey"
     assert program.exists(), "make tests/journey"
-    return subprocess.run([program, *args], cwd=TESTS.parent, capture_output=True, text=True,
-                          timeout=300, env=environment())
+    return call(program, *args, cwd=TESTS.parent)
 
 
 def program(*args):
@@ -65,8 +63,7 @@ def test_readme_shows_it():
 
 
 def test_reference_is_a_program():
-    result = subprocess.run([sys.executable, TESTS / "reference.py", TEXTS[0]], capture_output=True,
-                            text=True, check=True)
+    result = call(sys.executable, TESTS / "reference.py", TEXTS[0], check=True)
     assert not differences(program(TEXTS[0]), result.stdout.splitlines())
 
 

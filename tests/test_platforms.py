@@ -18,7 +18,7 @@ import tty
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TESTS, TINY, build, environment, tokenize, wait_until, write_zeros
+from conftest import ROOT, TESTS, TINY, build, call, environment, tokenize, wait_until, write_zeros
 
 pytestmark = pytest.mark.slow
 QUESTION = "What is the capital of France?"
@@ -50,10 +50,9 @@ def under(directory, *runner):
 
 def check(programs, *files):
     """The unit tests, an answer, and of these files the tests that `make test` runs."""
-    units = subprocess.run([programs / "tests/test"], capture_output=True, text=True, timeout=3000)
+    units = call(programs / "tests/test", timeout=3000)
     assert units.returncode == 0 and " 0 failures" in units.stdout, units
-    answer = subprocess.run([programs / "qwen3", TINY / "tiny.bin", "-t", "0", "-i", QUESTION],
-                            capture_output=True, timeout=300, env=environment())
+    answer = run(programs, TINY / "tiny.bin", "-t", 0, "-i", QUESTION)
     assert answer.returncode == 0 and answer.stdout == ANSWER, answer
     if files:
         for _ in range(3):                        # wine has failed to start a program, or to go on
@@ -101,13 +100,12 @@ def test_compiler(arguments, tmp_path):
     check(under(tmp_path))
 
 
-@pytest.mark.parametrize("command", ["gcc -m32", "clang --target=armv7-linux-gnueabihf",
+@pytest.mark.parametrize("compiler", ["gcc -m32", "clang --target=armv7-linux-gnueabihf",
                                      "arm-linux-gnueabihf-gcc", "clang --target=s390x-linux-gnu"])
-def test_refused(command):
+def test_refused(compiler):
     """32 bits, or the other byte order: one error that says so."""
-    need(command.split()[0])
-    result = subprocess.run([*command.split(), "-fsyntax-only", ROOT / "qwen3.c"], text=True,
-                            capture_output=True)
+    need(compiler.split()[0])
+    result = call(*compiler.split(), "-fsyntax-only", ROOT / "qwen3.c")
     assert result.returncode != 0
     assert '"qwen3.c needs a 64-bit little-endian machine' in result.stderr, result.stderr
 
@@ -142,8 +140,7 @@ def test_aarch64(compiler, cpu, simd, tmp_path):
     need(compiler.split()[0], "aarch64-linux-gnu-gcc", "qemu-aarch64")
     build(tmp_path, f"CC={compiler}", f"NATIVE=-march={cpu}", "LDFLAGS=-static", *PROGRAMS)
     programs = under(tmp_path, "qemu-aarch64")
-    version = subprocess.run([programs / "qwen3", "--version"], capture_output=True, text=True)
-    assert f"({simd})" in version.stdout
+    assert f"({simd})" in call(programs / "qwen3", "--version").stdout
     check(programs, *["test_tiny.py"] * ("gcc" in compiler))
     check_list(programs, tmp_path)
 
@@ -240,9 +237,8 @@ def test_windows_exit(windows):
                           stderr=subprocess.PIPE, env=environment()) as closed:
         closed.stdout.close()
         assert closed.stderr.read() == b"" and closed.wait(300) == 0
-    nul = subprocess.run([windows / "qwen3", TINY / "tiny.bin", "-m", "tokenize"], timeout=300,
-                         stdin=subprocess.DEVNULL, capture_output=True, env=environment())
-    assert nul.returncode == 0 and nul.stdout == b"\n"
+    nul = call(windows / "qwen3", TINY / "tiny.bin", "-m", "tokenize", stdin=subprocess.DEVNULL)
+    assert nul.returncode == 0 and nul.stdout == "\n"
 
 
 # -- what a release brings
@@ -261,7 +257,7 @@ def test_release(name, compiler, runner, tmp_path):
     program, = (tmp_path / "release").iterdir()
     assert re.fullmatch(rf"qwen3-\d+\.\d+-{name}(\.exe)?", program.name)
     if runner != "wine64" and shutil.which("readelf"):
-        assert "INTERP" not in subprocess.run(["readelf", "-lW", program], capture_output=True, text=True).stdout
+        assert "INTERP" not in call("readelf", "-lW", program).stdout
     (tmp_path / "tests/tiny").symlink_to(TINY)
     shutil.copy(ROOT / "export.py", tmp_path)
     start = {None: "", "wine64": f"env WINEPREFIX={tmp_path}/wine WINEDEBUG=-all {wine}"}.get(runner, runner)

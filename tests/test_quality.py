@@ -1,14 +1,13 @@
 """make quality: its numbers are those of the programs that it compares."""
 
 import re
-import subprocess
 
 import numpy as np
 import pytest
 import quality
 import reference
 from checkpoints import experts
-from conftest import ROOT, TINY, environment, perplexity, tokenize
+from conftest import ROOT, TINY, call, perplexity, tokenize
 from gguf import GGMLQuantizationType as Kind
 from test_gguf import make  # noqa: F401 (a fixture)
 
@@ -60,6 +59,5 @@ def test_gguf_and_checkpoint(checkpoint, make, tmp_path, capsys, config):  # noq
 @pytest.mark.slow
 def test_make_quality():
     """With a SOURCE that is none: a line, an error."""
-    made = subprocess.run(["make", "-o", "qwen3", "-o", "tests/test", "-o", "tests/.venv", "quality",
-                           "SOURCE=none"], cwd=ROOT, capture_output=True, text=True, env=environment())
+    made = call(*"make -o qwen3 -o tests/test -o tests/.venv quality SOURCE=none".split(), cwd=ROOT)
     assert made.returncode != 0 and re.match(r"quality.py: none: missing, expected .*\n", made.stderr)

@@ -25,7 +25,7 @@ import pexpect
 import pytest
 import test_gguf
 from checkpoints import Checkpoint, make_embedding
-from conftest import QWEN3, ROOT, TESTS, TINY, environment, finish, run_export
+from conftest import QWEN3, ROOT, TESTS, TINY, call, environment, finish, run_export
 
 CONTRIBUTING = ROOT / ".github/CONTRIBUTING.md"
 READMES = [ROOT / "README.md", TESTS / "README.md", CONTRIBUTING, ROOT / ".github/RECIPES.md", TINY / "README.md"]
@@ -289,7 +289,7 @@ def test_other_code_is_no_command():
 
 
 def test_options_are_those_of_the_help():
-    help_texts = subprocess.run([QWEN3, "-h"], capture_output=True, text=True).stdout + export.__doc__
+    help_texts = call(QWEN3, "-h").stdout + export.__doc__
     for code in INLINE:
         if code.startswith("-"):
             assert re.search(rf"^ +{code.split()[0]} ", help_texts, re.M), code
@@ -340,8 +340,7 @@ def test_budgets():
 def test_make_run():
     """Its output as the README shows it, but for the speed and the seed."""
     shown = re.search(r"^\$ make run\n.*\n(.*)\n", READMES[0].read_text(), re.M)[1]
-    result = subprocess.run(["make", "-s", "--no-print-directory", "run"], cwd=ROOT,
-                            capture_output=True, text=True)
+    result = call("make", "-s", "--no-print-directory", "run", cwd=ROOT)
     assert result.returncode == 0 and result.stdout.splitlines()[-1] == shown == \
         "The capital of France is Paris."
 
@@ -351,8 +350,7 @@ def test_conversation():
     shown = re.search(r"^```text\n(.*?)^```$", READMES[0].read_text(), re.M | re.S)[1].splitlines()
     turns, answers = shown[::2], shown[1::2]
     assert len(turns) == 3 and all(turn.startswith("> ") for turn in turns)
-    chat = subprocess.run([QWEN3, TINY / "tiny.bin", "-m", "chat", "-t", "0"], capture_output=True, text=True,
-                          input="".join(turn[2:] + "\n" for turn in turns))
+    chat = call(QWEN3, TINY / "tiny.bin", "-m", "chat", "-t", 0, input="".join(turn[2:] + "\n" for turn in turns))
     assert chat.stdout.splitlines() == answers
 
 

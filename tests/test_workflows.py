@@ -1,12 +1,11 @@
 """GitHub's workflows fit their schema; what they name is there, and what they run is pinned."""
 import ast
 import re
-import subprocess
 import sys
 
 import pytest
 import yaml
-from conftest import ROOT, environment
+from conftest import ROOT, call
 from pyflakes.checker import Checker
 
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
@@ -32,8 +31,7 @@ def scripts(path):
 @each_workflow
 def test_schema(path):
     pytest.importorskip("check_jsonschema")
-    run = subprocess.run([sys.executable, "-m", "check_jsonschema", "--builtin-schema",
-                          "vendor.github-workflows", path], capture_output=True, text=True)
+    run = call(sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows", path)
     assert run.returncode == 0, run.stdout + run.stderr
 
 
@@ -58,13 +56,12 @@ def test_scripts(path):
     """They are shell, and make knows their targets."""
     targets = set()
     for script in scripts(path):
-        shell = subprocess.run(["bash", "-n", "-c", script], capture_output=True, text=True)
+        shell = call("bash", "-n", "-c", script)
         assert shell.returncode == 0, shell.stderr
         targets |= set(re.findall(r"^make( -s)?((?: [^ \n]+)*)$", re.sub(r' (&&|>) .*|"', "", script), re.M))
     assert targets
     for quiet, arguments in targets:
-        made = subprocess.run(["make", "-n", *arguments.split()], cwd=ROOT, capture_output=True, text=True,
-                              env=environment())
+        made = call("make", "-n", *arguments.split(), cwd=ROOT)
         assert made.returncode == 0, made.stderr
 
 
@@ -76,8 +73,7 @@ def test_a_release_has_notes():
     assert newest == version
 
     def notes(tag):
-        return subprocess.run(["make", "-s", "notes", f"TAG={tag}"], cwd=ROOT, capture_output=True, text=True,
-                              env=environment())
+        return call("make", "-s", "notes", f"TAG={tag}", cwd=ROOT)
 
     said = notes(f"v{version}")
     assert said.returncode == 0 and said.stdout.strip() in changelog and "## " not in said.stdout, said
@@ -99,8 +95,7 @@ def test_the_oldest_versions():
     needs = re.search('requires-python = ">=([0-9]+)[.]([0-9]+)"', block).groups()
     assert oldest["env"] == {"OLDEST": 1} and any(f"({', '.join(needs)})" in step.get("run", "") for step in oldest["steps"])
     code = "import setup_venv as s; print(*s.inline_dependencies(s.read(s.EXPORT)))"
-    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "tests", capture_output=True, text=True,
-                           env=environment(OLDEST="1")).stdout
+    found = call(sys.executable, "-c", code, cwd=ROOT / "tests", env={"OLDEST": "1"}).stdout
     assert found.split() == [
         package.replace(">=", "==") for package in re.findall('^#   "(.*)",$', block, re.M)] != []
 
