@@ -3847,12 +3847,12 @@ static bool json_take_token(Json *j, const char *word) {  // after white space; 
     return json_take(j, word);
 }
 
-// Takes a byte or an escape. Returns BAD_BYTE + byte, or the character (or half of one) it means.
+// Takes a character or an escape, and returns what it means: a character, or half of one.
 static int json_char(Json *j) {
     static const char names[] = "\"\\/bfnrt", meant[] = "\"\\/\b\f\n\r\t";
     const bool escape = json_take(j, "\\");
-    const int byte = json_byte(j);
-    const char *name = escape && byte ? strchr(names, byte) : NULL;
+    const Char next = j->rest.n ? code_point_at(j->rest, 0) : (Char){0};
+    const char *name = escape && json_byte(j) ? strchr(names, json_byte(j)) : NULL;
     char hex[5] = "";
     if (escape && json_take(j, "u")) {
         for (int i = 0; i < 4 && isxdigit(json_byte(j)); j->rest = bytes_from(j->rest, 1))
@@ -3860,9 +3860,10 @@ static int json_char(Json *j) {
         json_need(j, hex[3], "4 hexadecimal digits, as in \\u00e9");
         return (int)strtol(hex, NULL, 16);
     }
-    json_need(j, name || (byte >= ' ' && !escape), "a character, or an escape as in \\n");
-    j->rest = bytes_from(j->rest, !j->error);
-    return name ? meant[name - names] : BAD_BYTE + byte;
+    json_need(j, next.c < BAD_BYTE, "UTF-8 (iconv -f LATIN1 -t UTF-8 if it is Latin-1)");
+    json_need(j, name || (next.c >= ' ' && !escape), "a character, or an escape as in \\n");
+    j->rest = bytes_from(j->rest, j->error ? 0 : next.n);
+    return name ? meant[name - names] : (int)next.c;
 }
 
 static bool json_take_string(Json *j) {
@@ -3995,23 +3996,15 @@ static void json_object(Json *j, int kind, Buffer *out) {
     if (!j->error) j->rest = text.n ? text : messages;
 }
 
-// Checks that the line is one value, in UTF-8, and then goes back to its start.
-static void json_check_line(Json *j) {
-    json_take_token(j, "");
-    const Bytes start = j->rest;
-    j->rest = bytes_from(start, find_bad_byte(start));
-    json_need(j, j->rest.n == 0, "UTF-8 (iconv -f LATIN1 -t UTF-8 if it is Latin-1)");
-    j->rest = start;
-    json_value(j, 0);
-    json_take_token(j, "");
-    json_need(j, j->rest.n == 0, "the end of the line");
-    j->rest = start;
-}
-
 // Parses one line. A string goes to j->text. Messages go to `talk`, if that is not NULL: a system
 // message at their start replaces that of -y. Of an object see json_object.
 static void json_line(Json *j, Conversation *talk, int kind, Buffer *out) {
-    json_check_line(j);
+    json_take_token(j, "");
+    Json all = *j;  // looks at the whole line before anything is taken
+    json_value(&all, 0);
+    json_take_token(&all, "");
+    json_need(&all, all.rest.n == 0, "the end of the line");
+    j->error = all.error;
     if (json_byte(j) == '{' && !j->error) json_object(j, kind, out);
     const bool messages = talk && json_take(j, "[");
     int role = -1;
