@@ -81,7 +81,7 @@
      Math                           The model file        Results               Vector math
      Quantization, matrix product   The tokenizer file    An answer             The KV cache
      Embedding and rope             Unicode, merging      Turns                 Threads
-     Attention                      Texts and places      Lines of input        A batch
+     Attention                      Texts and places      Lines of input        Workers
      The feed-forward network       Many texts at once    Conversations         Matrix products
      The whole model                Drafts                Starting a run        Attention
      Text to tokens                 A pass                Raw texts             The work of a layer
@@ -1258,7 +1258,7 @@ typedef struct Pass {
     float *sin;        // (batch, head_dim / 2)
     float *x;          // (batch, dim)
     float *logits;     // (logit_rows, vocab_size)
-    struct Batch *batches;  // (threads) Part III only, like the next two
+    struct Worker *workers; // (threads) Part III only, like the next two
     int n;             // rows that run
     int kept;          // those that are needed, in the last layer
 } Pass;
@@ -4639,7 +4639,8 @@ int main(int argc, char **argv) {
 //
 // A tile of a matrix product is TILE_VECS vectors of rows by up to TILE_TOKENS tokens. It takes
 // 2 * TILE_VECS * TILE_TOKENS + TILE_VECS + 2 registers, and one of attention 2 * ATT_QUERIES + 3:
-// nearly all that there are. Plain C has vectors of 4, which every compiler makes for its CPU.
+// no more than there are, and AVX2's dot4 needs five. (NEON's ATT_QUERIES could be 12: nobody has
+// measured it.) Plain C has vectors of 4, which every compiler makes for its CPU.
 
 #define VECTOR_TYPES                                                        \
     typedef float VecF __attribute__((vector_size(4 * LANES), may_alias));  \
@@ -4820,29 +4821,42 @@ static void *activations(size_t count, size_t size) {
 
 static float *floats(size_t count) { return activations(count, sizeof(float)); }
 
+#ifdef PLAIN
+#undef SIMD
+#define SIMD "-DPLAIN"
+
+static void start_threads(int count) { (void)count; }
+#else  // not PLAIN, up to the end of the section "The work of a layer"
+
 // ------------------------------------------------------------------------------------------------
 // The KV cache
 //
 // The cache is a pool of blocks of BLOCK positions, the floats of a SIMD vector, so memory is
-// touched only as positions come into use. For each kv head of each layer, a block has
+// touched only as positions come into use. For each pair of a layer and a kv head, a block has
 //
 //   keys    (head_dim, BLOCK positions)
 //   values  (value_dim / LANES, BLOCK positions, LANES columns)
 //
 // so that a vector of keys gives a vector of scores, one of values LANES columns of the result; and
 // a tile of attention reads keys from front to back, its values as one unbroken part of each block.
+//
+// With 8 bits, 16 of these vectors are packed into a record. It has one group, elements e0 .. e15,
+// of each position p0, p1, .. of the block. If LANES is 8, the vectors are
+//
+//   of keys    e0 of p0 .. p7 | e1 of p0 .. p7 | .. | e15 of p0 .. p7
+//   of values  e0 .. e7 of p0 | .. | e0 .. e7 of p7 | e8 .. e15 of p0 | .. | e8 .. e15 of p7
 enum { BLOCK = LANES };
 
-typedef struct {  // with 8 bits: 16 of these vectors, in which each position has one group
+typedef struct {
     int8_t int8[16 * LANES];
-    float scale[BLOCK];
+    float scale[BLOCK];       // of each position's group
 } Packed;
 
 // Columns of the values: head_dim, and zeros up to whole tiles
 static int value_dim(const Config *c) { return round_up(c->head_dim, 2 * LANES); }
 
-// Where in the cache the keys of a pair (layer, kv head) in a block begin. The number of pairs is
-// made odd: with an even one, all blocks of a head would share a fraction of the L2 cache's sets.
+// Where (in floats) the keys of a pair in a block begin. The number of pairs is made odd: with an
+// even one, all blocks of a head would share a fraction of the L2 cache's sets.
 static size_t block_at(const Config *c, size_t block, size_t pair) {
     const size_t pairs = (size_t)c->n_layers * c->n_kv_heads | 1, n = c->head_dim + value_dim(c);
     const size_t size = c->cache_bits == 8 ? n / 16 * sizeof(Packed) / sizeof(float) : n * BLOCK;
@@ -4851,52 +4865,43 @@ static size_t block_at(const Config *c, size_t block, size_t pair) {
 
 static size_t block_size(const Config *c) { return block_at(c, 1, 0); }  // block 1 follows block 0
 
-#ifdef PLAIN
-#undef SIMD
-#define SIMD "-DPLAIN"
-
-static void start_threads(int count) { (void)count; }
-#else
-typedef struct {        // the keys and values of a text in one kv head of a layer
-    const Pass *p;
-    const int *blocks;  // the text's
-    int l;
-    int kv_head;
-} KvHead;
-
-static float *cache_block(KvHead kv, int pos) {
-    const Config *c = &kv.p->m->config;
-    const size_t pair = (size_t)kv.l * c->n_kv_heads + kv.kv_head;
-    return kv.p->cache + block_at(c, kv.blocks[pos / BLOCK], pair);
+// What a pair has of the block of a text's position pos. From here on, this part is called a block.
+static float *cache_block(const Pass *p, size_t pair, const int *blocks, int pos) {
+    return p->cache + block_at(&p->m->config, blocks[pos / BLOCK], pair);
 }
 
-// Which number of its block is element j of the key, or of the value, of a position
-static int number_in(const Config *c, int pos, int j, bool value) {
+// The index in a block of element j of the key, or of the value, of position pos
+static int index_in_block(const Config *c, int pos, int j, bool value) {
     const int vector = c->head_dim + j / LANES * BLOCK + pos % BLOCK;
     return value ? vector * LANES + j % LANES : j * BLOCK + pos % BLOCK;
 }
 
-// Stores x (head_dim), the key, or the value, of a position.
-static void cache_store(KvHead kv, int pos, const float *x, bool value) {
-    const Config *c = &kv.p->m->config;
-    float *block = cache_block(kv, pos);
-    for (int j = 0; j < c->head_dim && c->cache_bits != 8; j++)
-        block[number_in(c, pos, j, value)] = x[j];
-    for (int j = 0; j < c->head_dim && c->cache_bits == 8; j += 16) {
-        Packed *packed = (Packed *)block + number_in(c, pos, j, value) / (16 * LANES);
+// Stores x (head_dim), the key, or the value, of a row.
+static void cache_store(const Pass *p, size_t pair, const Row *row, const float *x, bool value) {
+    const Config *c = &p->m->config;
+    float *block = cache_block(p, pair, row->blocks, row->pos);
+    if (c->cache_bits != 8) {
+        for (int j = 0; j < c->head_dim; j++) block[index_in_block(c, row->pos, j, value)] = x[j];
+        return;
+    }
+    for (int j = 0; j < c->head_dim; j += 16) {
+        const int at = index_in_block(c, row->pos, j, value) / (16 * LANES);
+        Packed *record = (Packed *)block + at;
         int8_t int8[16];
-        quantize((Q8){int8, &packed->scale[pos % BLOCK]}, x + j, 16, 16);
+        quantize((Q8){int8, &record->scale[row->pos % BLOCK]}, x + j, 16, 16);
         for (int i = 0; i < 16; i++)
-            packed->int8[number_in(c, pos, j + i, value) % (16 * LANES)] = int8[i];
+            record->int8[index_in_block(c, row->pos, j + i, value) % (16 * LANES)] = int8[i];
     }
 }
 
-// Vector i of a block: where its keys are, or its values
-INLINE VecF cache_load(const float *block, size_t i, const bool value, const bool packed) {
-    const Packed *p = (const Packed *)block + i / 16;
-    if (!packed) return ((const VecF *)block)[i];
-    const VecF scale = value ? splat_f(p->scale[i % BLOCK]) : (VecF)load_vector(p->scale);
-    return load_bytes(p->int8 + i % 16 * LANES) * scale;
+// Vector i + k of a block as floats, i and i + k in one record. Of keys, each lane is a position;
+// of values, all lanes are columns of position k. (Loops over k find the record once.)
+INLINE VecF cache_load(const float *block, size_t i, size_t k, const bool value,
+                       const bool packed) {
+    const Packed *record = (const Packed *)block + i / 16;
+    if (!packed) return ((const VecF *)block)[i + k];
+    const VecF scale = value ? splat_f(record->scale[k % BLOCK]) : (VecF)load_vector(record->scale);
+    return load_bytes(record->int8 + (i % 16 + k) * LANES) * scale;
 }
 
 INLINE void cache_prefetch(const float *block, size_t i, const bool packed) {
@@ -4910,8 +4915,10 @@ static void cache_copy(const Pass *p, int to, int from) {
 
 // ------------------------------------------------------------------------------------------------
 // Threads: all run one function, a job, and share its loops. Each loop has a number, so that a
-// thread that comes late skips those that are over: nobody waits for it. A thread that waits spins
-// for a moment, then sleeps, and leaves the CPU to others. Who takes which slice changes no result.
+// thread that comes late skips those that are over: nobody waits for it. It may then read what a
+// later loop writes again. So code between two loops may read such a thing only to count the next
+// loop, and atomically: the late thread skips that loop. A thread that waits spins for a moment,
+// then sleeps, and leaves the CPU to others. Who takes which slice changes no result.
 
 static int n_threads = 1;
 static _Thread_local int thread;     // the number of the thread that reads it, from 0 on
@@ -4919,7 +4926,7 @@ static _Thread_local uint32_t loop;  // the number of the loop that it is in or 
 
 static struct {
     _Atomic uint32_t jobs;  // how many have begun + how many have ended: odd while one runs
-    Job job;                // it. This and the next two change only while no worker is active
+    Job job;                // it. Workers read this and the next two only while jobs is odd
     void *arg;
     uint32_t first;         // the number of its first loop
     _Atomic int active;     // workers that run it, or look whether there is one
@@ -4930,7 +4937,7 @@ static struct {
 } pool = {.lock = PTHREAD_MUTEX_INITIALIZER, .changed = PTHREAD_COND_INITIALIZER};
 
 #define WAIT_UNTIL(ready)                                                                   \
-    do { /* spins for 50 us, then sleeps */                                                 \
+    do { /* spins for 50 us, then sleeps; computes `ready` again and again */               \
         for (double end = now() + 50e-6; !(ready) && now() < end;) {}                       \
         if (ready) break;                                                                   \
         pthread_mutex_lock(&pool.lock);                                                     \
@@ -4955,21 +4962,21 @@ static bool next_slice(Slice *s, int count, int chunk) {
         atomic_store(&pool.at, next);
         wake_up();
     } else if (count == 0 && atomic_compare_exchange_strong(&pool.at, &at, next)) {
-        wake_up();
+        wake_up();  // no items: the first thread that comes ends the loop
     }
-    for (at = atomic_load(&pool.at); at >> 32 == loop;) {
+    while ((at = atomic_load(&pool.at)) >> 32 == loop) {
         const int taken = (int)at, left = count - taken;
         const int fair = max_int(left * 7 / (8 * n_threads), 1);
         const int size = min_int(round_up(fair, chunk), left);
         *s = (Slice){taken, taken + size};
-        if (left == 0) WAIT_UNTIL((at = atomic_load(&pool.at)) >> 32 != loop);
+        if (left == 0) WAIT_UNTIL(atomic_load(&pool.at) >> 32 != loop);
         else if (atomic_compare_exchange_weak(&pool.at, &at, at + size)) return true;
     }
     loop++;
     return false;
 }
 
-static void *worker(void *arg) {
+static void *worker_main(void *arg) {
     thread = (int)(intptr_t)arg;
 #ifndef _WIN32  // Ctrl-C is the main thread's alone, where it ends a read.
     sigset_t interrupt;
@@ -4993,9 +5000,9 @@ static void *worker(void *arg) {
 static void start_threads(int count) {
     for (; n_threads < count; n_threads++) {
         pthread_t id;
-        int error = pthread_create(&id, NULL, worker, (void *)(intptr_t)n_threads);
-        if (error) die("thread %d of %d: %s; -j sets their number", n_threads + 1, count,
-                       strerror(error));
+        int error = pthread_create(&id, NULL, worker_main, (void *)(intptr_t)n_threads);
+        if (error) die("thread %d of %d: too many threads, or no memory for one more (ulimit -d); "
+                       "-j sets their number", n_threads + 1, count);
     }
 }
 
@@ -5012,10 +5019,10 @@ static void on_all_threads(Job job, void *arg) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// A batch: all rows on their way through a layer
+// Workers: what each thread needs to bring the rows of a pass through a layer
 
 // Q8 of several vectors (cols). In memory, each is one record of 4 * stride bytes: its int8 values,
-// its scales, its bias_fix. The pointers are those of vector 0: see quantized_row.
+// its scales, its bias_fix. The pointers are those of vector 0: see from_token.
 typedef struct {
     int8_t *int8;       // (cols)
     float *scale;       // (cols / group)
@@ -5041,17 +5048,16 @@ typedef struct {           // W[r] . x[t] for a range of rows r and n tokens t
 typedef struct {
     float *router_out;     // (batch, n_experts)  see choose_experts
     float *share;          // (batch, n_experts)
-    _Atomic int n_chosen;  // experts that at least one token chose. (Atomic, like place: a thread
-                           // that comes late may read them while they change, to no effect.)
+    _Atomic int n_chosen;  // experts that some token chose (atomic, like place: see Threads)
     int *expert;           // (n_experts)      expert[0 .. n_chosen - 1] are these, ascending
-    _Atomic int *place;    // (n_experts + 1)  rows place[k] .. place[k + 1] - 1 of Batch.gate8 are
+    _Atomic int *place;    // (n_experts + 1)  rows place[k] .. place[k + 1] - 1 of Worker.gate8 are
                            //                  those of expert[k]
     int *token;            // (batch * n_experts_used)       row i of gate8 is that of token[i]
-    Quantized h8;          // (batch * n_experts_used, dim)  row i is Batch.h8 of token[i]
+    Quantized h8;          // (batch * n_experts_used, dim)  row i is Worker.h8 of token[i]
 } Routing;
 
 // Each thread has its own, whose pointers above `l` are those of all.
-typedef struct Batch {
+typedef struct Worker {
     const Config *c;
     Pass *p;
     float *h;          // (batch, dim)         rmsnorm(x); with experts then their outputs' sum
@@ -5066,15 +5072,16 @@ typedef struct Batch {
     int n;             // rows that run
     float *scratch;    // (batch, head_dim or 2 * group_size, whichever is more)
     int8_t *unit;      // (UNIT, cols), and their scales: see unpack_unit
-    float *attention;  // score, q, sum and unpacked of an AttentionTask
-} Batch;
+    struct AttentionTask *task;
+} Worker;
 
-static KvHead kv_head_of(const Batch *b, int t, int kv_head) {  // of row t
-    return (KvHead){b->p, b->p->rows[t].blocks, b->l, kv_head};
+// The pair of this layer and a kv head: see The KV cache
+static size_t pair_of(const Worker *me, int kv_head) {
+    return (size_t)me->l * me->c->n_kv_heads + kv_head;
 }
 
-// A view of x that begins at vector t
-INLINE Quantized quantized_row(const Quantized *x, int t) {
+// A view of x that begins at token t's vector
+INLINE Quantized from_token(const Quantized *x, int t) {
     const size_t at = t * x->stride;
     return (Quantized){x->int8 + 4 * at, x->scale + at, x->bias_fix + at, x->stride};
 }
@@ -5082,22 +5089,22 @@ INLINE Quantized quantized_row(const Quantized *x, int t) {
 // ------------------------------------------------------------------------------------------------
 // Matrix products: out = x W^T, as dot_row defines each element. A term is a group's exact dot
 // product times the weights' scale; an element is the sum of its terms, each times x's scale.
-// (Matrix.bytes is no uint8_t: GCC 12 makes wrong code with VNNI.)
 //
 // A tile is a strip of rows, one in each lane of TILE_VECS vectors, times a few tokens. A panel has
 // the weights in the order in which a tile needs them. For one token, reading them takes the time.
 // For many, a unit comes from memory once, and is in the core's caches for all tiles.
 
-enum { UNIT = 32 };                  // rows: the least that a thread takes
+enum { UNIT = 32 };                  // rows that are unpacked at once
 enum { STRIP = TILE_VECS * LANES };  // rows of a tile
 enum { FEW_VECS = PANEL / LANES };   // of a tile of 1 to 3 tokens: a panel's rows
 enum { MOST_VECS = TILE_VECS > (int)FEW_VECS ? TILE_VECS : FEW_VECS };
 _Static_assert(UNIT % STRIP == 0 && UNIT % PANEL == 0, "a unit is whole tiles");
 _Static_assert(PANEL % LANES == 0, "a vector's rows are those of one panel");
+_Static_assert(TILE_TOKENS > 3, "matmul_few has tiles of 1 to 3 tokens, which prefetch more");
 
-// Q8(x), x (n), into columns at .. at + n - 1 of row t of out
-static void quantize_row(const Quantized *out, int t, int at, const float *x, int n, int group) {
-    const Quantized row = quantized_row(out, t);
+// Q8(x), x (n), into columns at .. at + n - 1 of token t's vector in out
+static void quantize_token(const Quantized *out, int t, int at, const float *x, int n, int group) {
+    const Quantized row = from_token(out, t);
     quantize((Q8){row.int8 + at, row.scale + at / group}, x, n, group);
     for (int g = at / group; W_BIAS != 0 && g < (at + n) / group; g++) {
         int sum = 0;
@@ -5113,7 +5120,7 @@ INLINE VecI level_table(const int8_t *levels) {  // for pick_levels, ^ FLIP
 }
 
 // Stores values, W[r] . x[t] for LANES rows r from `row` on, or adds them to what is there. Rows
-// that do not belong to the part are left out.
+// that do not belong to the part are left out. (Inlined, it would take matmul_tile's registers.)
 static __attribute__((noinline)) void put_rows(const Matmul *part, int t, int row, VecF values) {
     float *out = part->out + (size_t)t * part->stride + row - part->row_begin;
     const int begin = max_int(part->row_begin - row, 0), end = min_int(part->row_end - row, LANES);
@@ -5130,15 +5137,15 @@ static __attribute__((noinline)) void put_rows(const Matmul *part, int t, int ro
 enum { BYTES_AHEAD = 7232 };
 
 // Multiplies `vecs` vectors of rows, from `row` on, with `tokens` tokens from t on. `flipped` says
-// that the weights are ^ FLIP already. Tokens from n on hold anything, and for a vector of rows
-// after the matrix's end its last vector is computed again: none of this is stored.
+// that the weights are ^ FLIP already. Tokens from n on hold anything (see quantized_init). For a
+// vector of rows after the matrix's end, its last vector is computed again. None of this is stored.
 INLINE void matmul_tile(const Matmul *part, int t, int row, const int tokens, const int vecs,
                         const int bits, const bool flipped) {
     const Matrix *w = part->w;
     const int group = w->group_size, n_groups = w->cols / group;
     const int last = (w->rows - 1) / LANES * LANES;
-    const size_t stride = part->x->stride;
-    Quantized x = quantized_row(part->x, t);
+    const size_t x_stride = part->x->stride;
+    Quantized x = from_token(part->x, t);
     const VecI levels = bits == 4 ? level_table(w->levels) : splat(0);
     const char *words[MOST_VECS], *scales[MOST_VECS];
     VecF acc[TILE_TOKENS][MOST_VECS];
@@ -5147,7 +5154,7 @@ INLINE void matmul_tile(const Matmul *part, int t, int row, const int tokens, co
         const int r = min_int(row + v * LANES, last);
         const size_t panel = r / PANEL * PANEL, lane = r % PANEL;
         words[v] = (const char *)w->bytes + panel * w->cols * bits / 8 + lane * 4;
-        scales[v] = (const char *)w->scales + (panel * n_groups + lane) * bits / 2;
+        scales[v] = (const char *)w->scales + (panel * n_groups + lane) * (bits == 8 ? 4 : 2);
     }
     // The old values of out have left L1: its rows, 4 KB apart in the 0.6B, share a few sets.
     for (int i = 0; part->add && i < tokens && t + i < part->n; i++) {
@@ -5159,7 +5166,7 @@ INLINE void matmul_tile(const Matmul *part, int t, int row, const int tokens, co
         int left = group * bits / 32;  // words of a group, 4 or more
         VecI sum[TILE_TOKENS][MOST_VECS];
         UNROLL for (int i = 0; i < tokens; i++) {
-            const VecI start = splat(W_BIAS ? x.bias_fix[i * stride] : 0);
+            const VecI start = splat(W_BIAS ? x.bias_fix[i * x_stride] : 0);
             UNROLL for (int v = 0; v < vecs; v++) sum[i][v] = start;
         }
         do {
@@ -5174,7 +5181,7 @@ INLINE void matmul_tile(const Matmul *part, int t, int row, const int tokens, co
                 words[v] += PANEL * 4;
             }
             UNROLL for (int i = 0; i < tokens; i++) {
-                const int8_t *four = x.int8 + i * stride * 4;
+                const int8_t *four = x.int8 + i * x_stride * 4;
                 const VecI a = splat(load_i32(four)), b = splat(load_i32(four + group / 2));
                 UNROLL for (int v = 0; v < vecs; v++) {
                     sum[i][v] = dot4(sum[i][v], low[v], a);
@@ -5189,9 +5196,9 @@ INLINE void matmul_tile(const Matmul *part, int t, int row, const int tokens, co
             if (tokens < TILE_TOKENS) __builtin_prefetch(scales[v] + BYTES_AHEAD / 16);
             UNROLL for (int i = 0; i < tokens; i++) {
                 const VecF term = __builtin_convertvector(sum[i][v], VecF) * scale;
-                acc[i][v] = mul_add_v(term, splat_f(x.scale[i * stride]), acc[i][v]);
+                acc[i][v] = mul_add_v(term, splat_f(x.scale[i * x_stride]), acc[i][v]);
             }
-            scales[v] += PANEL * bits / 2;
+            scales[v] += PANEL * (bits == 8 ? 4 : 2);
         }
         x.int8 += bits == 4 ? group / 2 : 0;  // the high nibbles'
         x.scale++;
@@ -5219,74 +5226,78 @@ INLINE void matmul_few(const Matmul *part, int row, int end, const int bits) {
 // The unit of rows from `row` on, a multiple of PANEL, as a matrix of 8 bits, ^ FLIP: for many
 // tokens, this is done once. Its groups are those of the unit's panels, one after the other.
 static Matrix unpack_unit(const Matrix *w, int row, int8_t *at) {
-    const int rows = min_int(UNIT, round_up(w->rows - row, PANEL)), bits = w->bits;
-    const int n_groups = w->cols / w->group_size, groups = rows / PANEL * n_groups;
+    const int n_groups = w->cols / w->group_size, bits = w->bits, scale_size = bits == 8 ? 4 : 2;
+    Matrix unit = {.rows = min_int(UNIT, round_up(w->rows - row, PANEL)), .cols = w->cols,
+                   .group_size = w->group_size, .bits = 8,
+                   .bytes = w->bytes + (size_t)row * w->cols * bits / 8,
+                   .scales = (const char *)w->scales + (size_t)row * n_groups * scale_size};
+    const int groups = unit.rows / PANEL * n_groups;
     const int vectors = w->group_size * bits / 32 * PANEL / LANES;  // of a group of a panel's rows
-    const int8_t *from = w->bytes + (size_t)row * w->cols * bits / 8;
-    const char *scales = (const char *)w->scales + (size_t)row * n_groups * bits / 2;
+    const int8_t *from = unit.bytes;
+    const uint16_t *halves = unit.scales;
     const VecI levels = bits == 4 ? level_table(w->levels) : splat(0);
     VecI *to = (VecI *)at;
-    if (bits == 8 && W_BIAS == 0)
-        return (Matrix){rows, w->cols, w->group_size, 8, from, scales, NULL};
-    for (int g = 0; g < groups; g++, to += bits == 4 ? vectors : 0) {
+    VecF *scales = (VecF *)(at + UNIT * w->cols);
+    if (bits == 8 && W_BIAS == 0) return unit;
+    unit.bytes = at;
+    for (int g = 0; g < groups; g++) {
         for (int i = 0; i < vectors; i++, to++, from += sizeof(VecI)) {
             const VecI b = load_vector(from);
             to[0] = b ^ splat(FLIP);
             if (bits == 4) to[0] = pick_levels(levels, b);
             if (bits == 4) to[vectors] = pick_levels(levels, b >> 4);
         }
+        if (bits == 4) to += vectors;  // past the high nibbles'
     }
-    if (bits == 8) return (Matrix){rows, w->cols, w->group_size, 8, at, scales, NULL};
-    VecF *floats = (VecF *)(at + UNIT * w->cols);
-    for (int i = 0; i < groups * PANEL / LANES; i++)
-        floats[i] = load_halves((const uint16_t *)scales + i * LANES);
-    return (Matrix){rows, w->cols, w->group_size, 8, at, floats, NULL};
+    if (bits == 8) return unit;
+    unit.scales = scales;
+    for (int i = 0; i < groups * PANEL / LANES; i++) scales[i] = load_halves(halves + i * LANES);
+    return unit;
 }
 
-// A unit of rows and many tokens: each tile prefetches a slice of the next unit, if there is any.
+// A unit of rows and many tokens. Each tile prefetches a share of as many bytes after the unit,
+// even after the matrix's end: that does no harm.
 static void matmul_unit(const Matmul *part, int row, int end) {
     const Matrix *w = part->w, unit = unpack_unit(w, row, part->unit);
     const size_t row_bytes = (size_t)w->cols * w->bits / 8;
-    const size_t slice = STRIP * row_bytes / ((part->n + TILE_TOKENS - 1) / TILE_TOKENS);
+    const size_t share = STRIP * row_bytes / ((part->n + TILE_TOKENS - 1) / TILE_TOKENS);
     const int8_t *next = w->bytes + (row + UNIT) * row_bytes;
     Matmul all = *part;
     all.w = &unit;
     all.row_begin -= row;  // < 0 in all units but the part's first
     all.row_end = end - row;
     for (int r = 0; r < all.row_end; r += STRIP) {
-        for (int t = 0; t < part->n; t += TILE_TOKENS, next += slice) {
-            for (size_t i = 0; i < slice; i += 64) __builtin_prefetch(next + i);
+        for (int t = 0; t < part->n; t += TILE_TOKENS, next += share) {
+            for (size_t i = 0; i < share; i += 64) __builtin_prefetch(next + i);
             matmul_tile(&all, t, r, TILE_TOKENS, TILE_VECS, 8, true);
         }
     }
 }
 
+// out[t * stride + i] = W[row + i] . x[t] for i < rows and t < n; with `add`, += instead of =.
 // Unpacking a unit pays from about two tiles of tokens on.
-static void matmul_rows(const Matmul *part) {
-    for (int row = part->row_begin / PANEL * PANEL; part->n && row < part->row_end; row += UNIT) {
-        const int end = min_int(row + UNIT, part->row_end);
-        if (part->n > 2 * TILE_TOKENS) matmul_unit(part, row, end);
-        else if (part->w->bits == 8) matmul_few(part, row, end, 8);
-        else matmul_few(part, row, end, 4);
+static void multiply(const Worker *me, float *out, int stride, const Matrix *w, int row, int rows,
+                     const Quantized *x, int n, bool add) {
+    const Matmul part = {.w = w, .x = x, .out = out, .stride = stride, .row_begin = row,
+                         .row_end = row + rows, .n = n, .add = add, .unit = me->unit};
+    for (int r = row / PANEL * PANEL; n > 0 && r < row + rows; r += UNIT) {
+        const int end = min_int(r + UNIT, row + rows);
+        if (n > 2 * TILE_TOKENS) matmul_unit(&part, r, end);
+        else if (w->bits == 8) matmul_few(&part, r, end, 8);
+        else matmul_few(&part, r, end, 4);
     }
 }
 
-// out[t * stride + i] = W[row + i] . x[t] for i < rows and t < n; with `add`, += instead of =
-static void multiply(const Batch *b, float *out, int stride, const Matrix *w, int row, int rows,
-                     const Quantized *x, int n, bool add) {
-    matmul_rows(&(Matmul){.w = w, .x = x, .out = out, .stride = stride, .row_begin = row,
-                          .row_end = row + rows, .n = n, .add = add, .unit = b->unit});
-}
-
-// out = W x, or out += W x, for all rows: x (n, cols), out (n, rows)
-static void matmul_all(const Batch *b, float *out, const Matrix *w, const Quantized *x, bool add) {
+// out = W x, or out += W x, for all n tokens: x (n, cols), out (n, w->rows)
+static void matmul_all(const Worker *me, float *out, const Matrix *w, const Quantized *x,
+                       bool add) {
     SLICES (s, (w->rows + UNIT - 1) / UNIT, 1) {
         const int begin = s.begin * UNIT, rows = min_int(s.end * UNIT, w->rows) - begin;
-        multiply(b, out + begin, w->rows, w, begin, rows, x, b->n, add);
+        multiply(me, out + begin, w->rows, w, begin, rows, x, me->n, add);
     }
 }
 
-static int draft_rows(void) { return TILE_TOKENS; }
+static int draft_rows(void) { return TILE_TOKENS; }  // a tile: weights are read once
 
 // ------------------------------------------------------------------------------------------------
 // Attention
@@ -5295,27 +5306,26 @@ static int draft_rows(void) { return TILE_TOKENS; }
 // keeps the scores of one span only, as attend() does, and as in FlashAttention (arXiv 2205.14135).
 // The queries of a kv head are those of all query heads that share it, row by row. A task is up to
 // ATT_TASK of them, all of one text, so that a span's keys and values (256 KB if head_dim is 128)
-// come to L2 once. A tile has ATT_QUERIES of them (2 when decoding) and two vectors, of positions
-// for the scores, of columns for the values. Its sums stay in registers.
+// come to L2 once. A tile has ATT_QUERIES of them (2 if there are at most half as many) and two
+// vectors, of positions for the scores, of columns for the values. Its sums stay in registers.
 //
-// With a cache of 8 bits, a task of one tile (decoding waits for memory) reads packed blocks. For
-// more tiles (prompts are bound by arithmetic) each span is first unpacked.
+// With a cache of 8 bits, a task of up to ATT_QUERIES queries reads packed blocks, because decoding
+// waits for memory. For more (prompts are bound by arithmetic) each span is first unpacked.
 enum { ATT_TASK = 96 };
 enum { SCORE_STRIDE = SPAN + LANES };  // rows a multiple of 1 KB apart would share L1 sets
 _Static_assert(SPAN % 32 == 0 && ATT_TASK % ATT_QUERIES == 0 && (int)BLOCK == LANES, "whole tiles");
 
-typedef struct {
+typedef struct AttentionTask {
+    const Config *c;
     float *score;            // (ATT_TASK, SCORE_STRIDE)  of the span, then the terms
     float *q;                // (head_dim, ATT_TASK)      transposed: a tile's are neighbours
     float *sum;              // (ATT_TASK, value_dim)     of the terms times the values, so far
-    float *unpacked;         // (SPAN, head_dim + value_dim)  room for the span as floats, or NULL
-    const Config *c;
-    KvHead kv;               // whose keys and values they all see
+    float *unpacked;         // (SPAN, head_dim + value_dim)  with 8 bits: room for a span as floats
     int n;                   // queries, rounded up to whole tiles: the last one is repeated
     int start;               // the span: positions start .. end - 1, start a multiple of SPAN
     int end;
     const float *block[SPAN / BLOCK];  // those of the span
-    float *out[ATT_TASK];    // (head_dim)                each query's place in Batch.a
+    float *out[ATT_TASK];    // (head_dim)                each query's place in Worker.a
     int len[ATT_TASK];       // positions that each query sees, its own and those before; ascending
     float largest[ATT_TASK]; // the largest score so far
     float total[ATT_TASK];   // the sum of the terms
@@ -5324,22 +5334,22 @@ typedef struct {
 
 // The block of position pos: keys (head_dim vectors), then values. After the span, its last block.
 INLINE const float *block_of(const AttentionTask *task, int pos) {
-    return task->block[(min_int(pos, task->end - 1) - task->start) / BLOCK];
+    return task->block[(unsigned)(min_int(pos, task->end - 1) - task->start) / BLOCK];
 }
 
-// Finds the span's blocks, and unpacks them if there is room for it.
-static void find_blocks(AttentionTask *task) {
-    const int keys = task->c->head_dim, vectors = keys + value_dim(task->c);
+// Makes floats of the span's blocks.
+static void unpack_blocks(AttentionTask *task) {
+    const size_t keys = task->c->head_dim, vectors = keys + value_dim(task->c);
     VecF *out = (VecF *)task->unpacked;
-    for (int i = 0, pos = task->start; pos < task->end; i++, pos += BLOCK)
-        task->block[i] = cache_block(task->kv, pos);
-    for (int i = 0, pos = task->start; out && pos < task->end; i++, pos += BLOCK, out += vectors) {
-        const float *block = task->block[i], *later = block_of(task, pos + 2 * BLOCK);
-        for (int j = 0; j < vectors; j++) {
-            cache_prefetch(later, j, true);
-            out[j] = cache_load(block, j, j >= keys, true);
+    for (int pos = task->start; pos < task->end; pos += BLOCK, out += vectors) {
+        const float *block = block_of(task, pos), *later = block_of(task, pos + 2 * BLOCK);
+        for (size_t i = 0; i < vectors; i += 16) {
+            for (int k = 0; k < 16; k++) {
+                cache_prefetch(later, i + k, true);
+                out[i + k] = cache_load(block, i, k, i >= keys, true);
+            }
         }
-        task->block[i] = (float *)out;
+        task->block[(pos - task->start) / BLOCK] = (float *)out;
     }
 }
 
@@ -5348,19 +5358,20 @@ static void find_blocks(AttentionTask *task) {
 // next two blocks are, so the first tile prefetches them for all.
 INLINE void score_tile(const AttentionTask *task, int r, int pos, const int queries,
                        const bool packed) {
-    const int head_dim = task->c->head_dim;
+    const int head_dim = task->c->head_dim, step = packed ? 16 : head_dim;
     const float scale = 1 / sqrtf((float)head_dim), *q = task->q + r;
     VecF *score = (VecF *)(task->score + r * SCORE_STRIDE + pos - task->start);
     VecF sum[ATT_QUERIES][2] = {0};
     const float *keys[4];
-    UNROLL for (int i = 0; i < 4; i++) keys[i] = block_of(task, pos + i * LANES);
-    for (int j = 0; j < head_dim; j++, q += ATT_TASK) {
-        VecF key[2];
-        for (int v = 2; v < 4 && r == 0; v++) cache_prefetch(keys[v], j, packed);
-        UNROLL for (int v = 0; v < 2; v++) key[v] = cache_load(keys[v], j, false, packed);
-        UNROLL for (int i = 0; i < queries; i++) {
-            UNROLL for (int v = 0; v < 2; v++) {
-                sum[i][v] = mul_add_v(key[v], splat_f(q[i]), sum[i][v]);
+    UNROLL for (int i = 0; i < 4; i++) keys[i] = block_of(task, pos + i * BLOCK);
+    for (int j = 0; j < head_dim; j += step) {
+        for (int k = 0; k < step; k++, q += ATT_TASK) {
+            VecF key[2];
+            for (int v = 2; v < 4 && r == 0; v++) cache_prefetch(keys[v], j + k, packed);
+            UNROLL for (int v = 0; v < 2; v++) key[v] = cache_load(keys[v], j, k, false, packed);
+            UNROLL for (int i = 0; i < queries; i++) {
+                UNROLL for (int v = 0; v < 2; v++)
+                    sum[i][v] = mul_add_v(key[v], splat_f(q[i]), sum[i][v]);
             }
         }
     }
@@ -5369,32 +5380,47 @@ INLINE void score_tile(const AttentionTask *task, int r, int pos, const int quer
     }
 }
 
+// `span` is two vectors of query r's sums, from column vector j on. Adds its positions from pos on,
+// and then all to what earlier spans summed.
+INLINE void add_rest(const AttentionTask *task, int r, int j, int pos, VecF *span,
+                     const bool packed) {
+    const size_t first = task->c->head_dim + j * BLOCK;
+    const float *term = task->score + r * SCORE_STRIDE;
+    VecF *sum = (VecF *)(task->sum + r * value_dim(task->c)) + j;
+    for (const int end = min_int(task->end, task->len[r]); pos < end; pos++) {
+        const float *block = block_of(task, pos);
+        const VecF weight = splat_f(term[pos - task->start]);
+        UNROLL for (int v = 0; v < 2; v++) {
+            const VecF value = cache_load(block, first + v * BLOCK, pos % BLOCK, true, packed);
+            span[v] = mul_add_v(value, weight, span[v]);
+        }
+    }
+    const VecF keep = splat_f(task->keep[r]);
+    UNROLL for (int v = 0; v < 2; v++) sum[v] = mul_add_v(sum[v], keep, span[v]);
+}
+
 // sum = keep * sum + (the span's terms times values), for `queries` queries from r on and two
 // vectors of columns from vector j on. The tile stops where its first query does: this query's term
 // of a later position is 0, but 0 times infinity or NaN is NaN. Each query sums the rest of its
 // positions, fewer than the tile has queries, alone. The prefetch is of the block after the next.
 INLINE void value_tile(const AttentionTask *task, int r, int j, const int queries,
                        const bool packed) {
-    const size_t first = task->c->head_dim + j * LANES, vectors = value_dim(task->c) / LANES;
+    const size_t first = task->c->head_dim + j * BLOCK;
     const int common = max_int(min_int(task->end, task->len[r]), task->start);
     const float *term = task->score + r * SCORE_STRIDE;
-    VecF *all = (VecF *)task->sum + r * vectors + j;
     VecF sum[ATT_QUERIES][2] = {0}, copy[ATT_QUERIES][2];
-    const float *block = block_of(task, task->start), *later;
-    const float *next = block_of(task, task->start + LANES);
-    for (int pos = task->start; pos < common; pos += LANES, block = next, next = later) {
-        later = block_of(task, pos + 2 * LANES);
-        for (int k = 0; k < min_int(LANES, common - pos); k++, term++) {
+    for (int pos = task->start; pos < common; pos += BLOCK) {
+        const float *block = block_of(task, pos), *later = block_of(task, pos + 2 * BLOCK);
+        for (int k = 0; k < min_int(BLOCK, common - pos); k++, term++) {
             VecF value[2];
             UNROLL for (int v = 0; v < 2; v++) {
-                if (r == 0) cache_prefetch(later, first + v * LANES + k, packed);
-                value[v] = cache_load(block, first + v * LANES + k, true, packed);
+                if (r == 0) cache_prefetch(later, first + v * BLOCK + k, packed);
+                value[v] = cache_load(block, first + v * BLOCK, k, true, packed);
             }
             UNROLL for (int i = 0; i < queries; i++) {
                 const VecF weight = splat_f(term[i * SCORE_STRIDE]);
-                UNROLL for (int v = 0; v < 2; v++) {
+                UNROLL for (int v = 0; v < 2; v++)
                     sum[i][v] = mul_add_v(value[v], weight, sum[i][v]);
-                }
             }
         }
     }
@@ -5402,20 +5428,7 @@ INLINE void value_tile(const AttentionTask *task, int r, int j, const int querie
     UNROLL for (int i = 0; i < queries; i++) {
         UNROLL for (int v = 0; v < 2; v++) copy[i][v] = sum[i][v];
     }
-    for (int i = 0; i < queries; i++, all += vectors, term += SCORE_STRIDE) {
-        const VecF keep = splat_f(task->keep[r + i]);
-        const int end = min_int(task->end, task->len[r + i]);
-        VecF own[2] = {copy[i][0], copy[i][1]};
-        for (int pos = common; pos < end; pos++) {
-            const float *block = block_of(task, pos);
-            const VecF weight = splat_f(term[pos - common]);
-            UNROLL for (int v = 0; v < 2; v++) {
-                const size_t i = first + v * LANES + pos % LANES;
-                own[v] = mul_add_v(cache_load(block, i, true, packed), weight, own[v]);
-            }
-        }
-        UNROLL for (int v = 0; v < 2; v++) all[v] = mul_add_v(all[v], keep, own[v]);
-    }
+    for (int i = 0; i < queries; i++) add_rest(task, r + i, j, common, copy[i], packed);
 }
 
 // Each query's scores become the terms exp(score - largest). Positions after its own get -INFINITY,
@@ -5434,9 +5447,9 @@ static void span_softmax(AttentionTask *task) {
     }
 }
 
-// `queries` and `packed` are constants. A tile that sees nothing of the positions is left out.
+// `queries` and `packed` are constants. A tile of scores that sees no position is left out.
 INLINE void attend_span(AttentionTask *task, const int queries, const bool packed) {
-    for (int pos = task->start; pos < task->end; pos += 2 * LANES) {
+    for (int pos = task->start; pos < task->end; pos += 2 * BLOCK) {
         for (int r = 0; r < task->n; r += queries) {
             if (pos < task->len[r + queries - 1]) score_tile(task, r, pos, queries, packed);
         }
@@ -5447,54 +5460,62 @@ INLINE void attend_span(AttentionTask *task, const int queries, const bool packe
     }
 }
 
-// Attention of queries first .. first + count - 1 of a kv head, all of one text
-static void attend_task(const Batch *b, int kv_head, int first, int count) {
-    const Config *c = b->c;
-    const int per_kv = c->n_heads / c->n_kv_heads, columns = value_dim(c);
-    float *score = b->attention, *q = score + ATT_TASK * SCORE_STRIDE;
-    AttentionTask task = {.score = score, .q = q, .sum = q + ATT_TASK * c->head_dim,
-                          .c = c, .kv = kv_head_of(b, first / per_kv, kv_head),
-                          .n = round_up(count, 2 * count <= ATT_QUERIES ? 2 : ATT_QUERIES)};
-    const bool few = task.n < ATT_QUERIES, packed = c->cache_bits == 8 && count <= ATT_QUERIES;
-    if (c->cache_bits == 8 && !packed) task.unpacked = task.sum + ATT_TASK * columns;
-    for (int r = 0; r < task.n; r++) {
+// Puts queries first .. first + count - 1 of a kv head into the task.
+static void take_queries(const Worker *me, int kv_head, int first, int count) {
+    const Config *c = me->c;
+    const int per_kv = c->n_heads / c->n_kv_heads;
+    AttentionTask *task = me->task;
+    for (int r = 0; r < task->n; r++) {
         const int query = first + min_int(r, count - 1), t = query / per_kv;
         const int head = kv_head * per_kv + query % per_kv;
         const size_t at = (size_t)t * c->q_dim + head * c->head_dim;
-        for (int j = 0; j < c->head_dim; j++) q[j * ATT_TASK + r] = b->q[at + j];
-        task.out[r] = b->a + at;
-        task.len[r] = b->p->rows[t].pos + 1;
-        task.largest[r] = -FLT_MAX;
+        for (int j = 0; j < c->head_dim; j++) task->q[j * ATT_TASK + r] = me->q[at + j];
+        task->out[r] = me->a + at;
+        task->len[r] = me->p->rows[t].pos + 1;
+        task->largest[r] = -FLT_MAX;
+        task->total[r] = 0;
     }
-    memset(task.sum, 0, (size_t)task.n * columns * sizeof(float));
-    while (task.end < task.len[task.n - 1]) {
-        task.start = task.end;
-        task.end = min_int(task.start + SPAN, task.len[task.n - 1]);
-        find_blocks(&task);
-        if (packed && few) attend_span(&task, 2, true);
-        else if (packed) attend_span(&task, ATT_QUERIES, true);
-        else if (few) attend_span(&task, 2, false);
-        else attend_span(&task, ATT_QUERIES, false);
+    memset(task->sum, 0, (size_t)task->n * value_dim(c) * sizeof(float));
+}
+
+// Attention of these queries, all of one text
+static void attend_task(const Worker *me, int kv_head, int first, int count) {
+    const Config *c = me->c;
+    const int *blocks = me->p->rows[first / (c->n_heads / c->n_kv_heads)].blocks;
+    const bool few = 2 * count <= ATT_QUERIES, packed = c->cache_bits == 8 && count <= ATT_QUERIES;
+    AttentionTask *task = me->task;
+    task->n = round_up(count, few ? 2 : ATT_QUERIES);
+    take_queries(me, kv_head, first, count);
+    for (task->end = 0; task->end < task->len[task->n - 1];) {
+        task->start = task->end;
+        task->end = min_int(task->start + SPAN, task->len[task->n - 1]);
+        for (int i = 0, pos = task->start; pos < task->end; i++, pos += BLOCK)
+            task->block[i] = cache_block(me->p, pair_of(me, kv_head), blocks, pos);
+        if (c->cache_bits == 8 && !packed) unpack_blocks(task);
+        if (packed && few) attend_span(task, 2, true);
+        else if (packed) attend_span(task, ATT_QUERIES, true);
+        else if (few) attend_span(task, 2, false);
+        else attend_span(task, ATT_QUERIES, false);
     }
     for (int r = 0; r < count; r++) {
-        const float *sum = task.sum + r * columns, inverse = 1 / task.total[r];
-        float *a = task.out[r];  // GCC does not vectorize a loop over task.out[r][j]
+        const float *sum = task->sum + r * value_dim(c), inverse = 1 / task->total[r];
+        float *a = task->out[r];  // GCC does not vectorize a loop over task->out[r][j]
         for (int j = 0; j < c->head_dim; j++) a[j] = sum[j] * inverse;
     }
 }
 
 // attend() for all query heads of all rows. Query i of all is query i % n of kv head i / n. A slice
 // has at least as many queries as a row and as a tile have, if there are as many.
-static void attend_all(const Batch *b) {
-    const Row *rows = b->p->rows;
-    const int per_kv = b->c->n_heads / b->c->n_kv_heads, n = b->n * per_kv;
-    SLICES (s, n * b->c->n_kv_heads, min_int(n, round_up(per_kv, ATT_QUERIES))) {
+static void attend_all(const Worker *me) {
+    const Row *rows = me->p->rows;
+    const int per_kv = me->c->n_heads / me->c->n_kv_heads, n = me->n * per_kv;
+    SLICES (s, n * me->c->n_kv_heads, min_int(n, round_up(per_kv, ATT_QUERIES))) {
         for (int i = s.begin, count; i < s.end; i += count) {
             const int first = i % n, most = min_int(min_int(s.end - i, n - first), ATT_TASK);
             const int *blocks = rows[first / per_kv].blocks;
             for (count = 1; count < most && rows[(first + count) / per_kv].blocks == blocks;)
                 count++;
-            attend_task(b, i / n, first, count);
+            attend_task(me, i / n, first, count);
         }
     }
 }
@@ -5506,82 +5527,81 @@ static void attend_all(const Batch *b) {
 // the batch, so that the weights are read once, and goes on while the result is in its caches.
 
 // h = rmsnorm(x, w), h8 = Q8(h)
-static void norm_all(const Batch *b, const float *w) {
-    const int dim = b->c->dim;
-    EACH (t, b->n, 4) {
-        float *h = b->h + (size_t)t * dim;
-        rmsnorm(h, b->p->x + (size_t)t * dim, w, dim, b->c->rms_norm_eps);
-        quantize_row(&b->h8, t, 0, h, dim, b->c->group_size);
+static void norm_all(const Worker *me, const float *w) {
+    const int dim = me->c->dim;
+    EACH (t, me->n, 4) {
+        float *h = me->h + (size_t)t * dim;
+        rmsnorm(h, me->p->x + (size_t)t * dim, w, dim, me->c->rms_norm_eps);
+        quantize_token(&me->h8, t, 0, h, dim, me->c->group_size);
     }
 }
 
 // Head i of all, for all rows: first those of k, then those of v, then those of q.
-static void run_head(const Batch *b, int i) {
-    const Config *c = b->c;
+static void run_head(const Worker *me, int i) {
+    const Config *c = me->c;
     const int head_dim = c->head_dim, n = c->n_kv_heads;
     const bool k = i < n, v = !k && i < 2 * n;
     const size_t half = head_dim / 2;
     const int head = k ? i : v ? i - n : i - 2 * n, stride = k || v ? head_dim : c->q_dim;
-    const Matrix *w = k ? &b->w->wk : v ? &b->w->wv : &b->w->wq;
-    const float *bias = k ? b->w->bk : v ? b->w->bv : b->w->bq;
-    float *out = k || v ? b->scratch : b->q + head * head_dim;
-    multiply(b, out, stride, w, head * head_dim, head_dim, &b->h8, b->n, false);
-    for (int t = 0; t < b->n; t++, out += stride) {
-        const KvHead kv = kv_head_of(b, t, head);
-        const int pos = b->p->rows[t].pos;
-        const float *cos = b->p->cos + t * half, *sin = b->p->sin + t * half;
+    const Matrix *w = k ? &me->w->wk : v ? &me->w->wv : &me->w->wq;
+    const float *bias = k ? me->w->bk : v ? me->w->bv : me->w->bq;
+    float *out = k || v ? me->scratch : me->q + head * head_dim;
+    multiply(me, out, stride, w, head * head_dim, head_dim, &me->h8, me->n, false);
+    for (int t = 0; t < me->n; t++, out += stride) {
+        const float *cos = me->p->cos + t * half, *sin = me->p->sin + t * half;
         if (bias) add(out, bias + head * head_dim, head_dim);
-        if (!v) norm_and_rope(c, out, k ? b->w->k_norm : b->w->q_norm, cos, sin);
-        if (k || v) cache_store(kv, pos, out, v);
+        if (!v) norm_and_rope(c, out, k ? me->w->k_norm : me->w->q_norm, cos, sin);
+        if (k || v) cache_store(me->p, pair_of(me, head), &me->p->rows[t], out, v);
     }
 }
 
 // Other tokens read a token only through its k and v. So in the last layer, only the rows that are
 // needed go on after these are stored, perhaps none: they move to the front.
-static void keep_needed(const Batch *b) {
-    const size_t dim = b->c->dim, q_dim = b->c->q_dim;
+static void keep_needed(const Worker *me) {
+    const size_t dim = me->c->dim, q_dim = me->c->q_dim;
     size_t to = 0;
-    for (int t = 0; t < b->n; t++) {
-        if (!b->p->rows[t].needed) continue;
-        b->p->rows[to] = b->p->rows[t];
-        memmove(b->p->x + to * dim, b->p->x + t * dim, dim * sizeof(float));
-        memmove(b->q + to++ * q_dim, b->q + t * q_dim, q_dim * sizeof(float));
+    for (int t = 0; t < me->n; t++) {
+        if (!me->p->rows[t].needed) continue;
+        me->p->rows[to] = me->p->rows[t];
+        memmove(me->p->x + to * dim, me->p->x + t * dim, dim * sizeof(float));
+        memmove(me->q + to * q_dim, me->q + t * q_dim, q_dim * sizeof(float));
+        to++;
     }
-    b->p->kept = (int)to;
+    me->p->kept = (int)to;
 }
 
 // gate8 = Q8(silu(W1 h8) * (W3 h8)), some columns at a time. Item i is group i % n_groups of the
 // rows of gate8 that belong to expert[i / n_groups]. `scratch` is small, for the CPU's caches: it
 // has W1 h and W3 h of n tokens, batch / n groups at a time.
-static void swiglu_all(const Batch *b) {
-    const Routing *r = b->routing;
-    const int group = b->c->group_size, n_groups = b->c->hidden_dim / group;
+static void swiglu_all(const Worker *me) {
+    const Routing *r = me->routing;
+    const int group = me->c->group_size, n_groups = me->c->hidden_dim / group;
     SLICES (s, r->n_chosen * n_groups, 1) {
         for (int i = s.begin, count; i < s.end; i += count) {
             const int k = i / n_groups, g = i % n_groups, place = r->place[k];
-            const int n = b->w->router ? r->place[k + 1] - place : b->n;
+            const int n = me->w->router ? r->place[k + 1] - place : me->n;
             const int row = (r->expert[k] * n_groups + g) * group;
-            const Quantized x = quantized_row(&r->h8, place);
-            count = min_int(min_int(s.end - i, n_groups - g), b->p->batch / max_int(n, 1));
+            const Quantized x = from_token(&r->h8, place);
+            count = min_int(min_int(s.end - i, n_groups - g), me->p->batch / max_int(n, 1));
             const int cols = count * group;
-            float *gate = b->scratch, *up = gate + n * cols;
-            multiply(b, gate, cols, &b->w->w1, row, cols, &x, n, false);
-            multiply(b, up, cols, &b->w->w3, row, cols, &x, n, false);
+            float *gate = me->scratch, *up = gate + n * cols;
+            multiply(me, gate, cols, &me->w->w1, row, cols, &x, n, false);
+            multiply(me, up, cols, &me->w->w3, row, cols, &x, n, false);
             for (int t = 0; t < n; t++, gate += cols, up += cols) {
                 silu_times(gate, up, cols);
-                quantize_row(&b->gate8, place + t, g * group, gate, cols, group);
+                quantize_token(&me->gate8, place + t, g * group, gate, cols, group);
             }
         }
     }
 }
 
 // Lists the tokens that chose each expert.
-static void route(const Batch *b) {
-    const int n_experts = b->c->n_experts;
-    Routing *r = b->routing;
-    r->n_chosen = 0;
+static void route(const Worker *me) {
+    const int n_experts = me->c->n_experts;
+    Routing *r = me->routing;
+    r->n_chosen = 0;  // and place[0] stays 0
     for (int e = 0, n = 0; e < n_experts; e++) {
-        for (int t = 0; t < b->n; t++) {
+        for (int t = 0; t < me->n; t++) {
             if (r->share[(size_t)t * n_experts + e] != 0) r->token[n++] = t;
         }
         if (n == r->place[r->n_chosen]) continue;  // nobody chose e
@@ -5592,94 +5612,94 @@ static void route(const Batch *b) {
 
 // Adds the experts' outputs to groups begin .. end - 1 of each token's x. One call adds all experts
 // to an element, in ascending order, so that the result does not depend on the threads.
-static void add_outputs(const Batch *b, int begin, int end) {
-    const Routing *r = b->routing;
-    const int dim = b->c->dim, group = b->c->group_size;
+static void add_outputs(const Worker *me, int begin, int end) {
+    const Routing *r = me->routing;
+    const int dim = me->c->dim, group = me->c->group_size;
     for (int k = 0; k < r->n_chosen; k++) {
         const int e = r->expert[k], place = r->place[k], n = r->place[k + 1] - place;
-        const Quantized gate8 = quantized_row(&b->gate8, place);
+        const Quantized gate8 = from_token(&me->gate8, place);
         for (int at = begin * group; at < end * group; at += group) {
-            float *out = b->scratch;
-            multiply(b, out, group, &b->w->w2, e * dim + at, group, &gate8, n, false);
+            float *out = me->scratch;
+            multiply(me, out, group, &me->w->w2, e * dim + at, group, &gate8, n, false);
             for (int j = 0; j < n; j++, out += group) {
                 const int t = r->token[place + j];
-                const float share = r->share[(size_t)t * b->c->n_experts + e];
-                float *sum = b->h + (size_t)t * dim + at;
+                const float share = r->share[(size_t)t * me->c->n_experts + e];
+                float *sum = me->h + (size_t)t * dim + at;
                 for (int i = 0; i < group; i++) sum[i] += share * out[i];
             }
         }
     }
-    for (int t = 0; t < b->n; t++) {
+    for (int t = 0; t < me->n; t++) {
         const size_t at = (size_t)t * dim + begin * group;
-        add(b->p->x + at, b->h + at, (end - begin) * group);
+        add(me->p->x + at, me->h + at, (end - begin) * group);
     }
 }
 
 // An expert runs for all tokens that chose it together, so that its weights are read once.
-static void experts_all(const Batch *b) {
-    const int dim = b->c->dim, n_experts = b->c->n_experts;
-    const Routing *r = b->routing;
-    EACH (i, b->n * n_experts, 8) {
-        const float *h = b->h + (size_t)(i / n_experts) * dim;
-        r->router_out[i] = dot_of(b->w->router + (size_t)(i % n_experts) * dim, h, dim);
+static void experts_all(const Worker *me) {
+    const int dim = me->c->dim, n_experts = me->c->n_experts;
+    const Routing *r = me->routing;
+    EACH (i, me->n * n_experts, 8) {
+        const float *h = me->h + (size_t)(i / n_experts) * dim;
+        r->router_out[i] = dot_of(me->w->router + (size_t)(i % n_experts) * dim, h, dim);
     }
-    EACH (t, b->n, 4) {  // nobody needs h any more: it becomes the sum of the experts' outputs
+    EACH (t, me->n, 4) {  // nobody needs h any more: it becomes the sum of the experts' outputs
         const size_t at = (size_t)t * n_experts;
-        float *h = b->h + (size_t)t * dim;
+        float *h = me->h + (size_t)t * dim;
         memset(h, 0, dim * sizeof(float));
-        if (!choose_experts(b->c, r->router_out + at, r->share + at)) h[0] = NAN;
+        if (!choose_experts(me->c, r->router_out + at, r->share + at)) h[0] = NAN;
     }
-    EACH (once, 1, 1) route(b);
+    EACH (once, 1, 1) route(me);  // one thread alone
     const int n_chosen = r->n_chosen;
     EACH (i, r->place[n_chosen], 16) {  // a whole vector: int8, scale and bias_fix
-        const Quantized from = quantized_row(&b->h8, r->token[i]), to = quantized_row(&r->h8, i);
+        const Quantized from = from_token(&me->h8, r->token[i]), to = from_token(&r->h8, i);
         memcpy(to.int8, from.int8, to.stride * 4);
     }
-    swiglu_all(b);
-    SLICES (s, dim / b->c->group_size, 1) add_outputs(b, s.begin, s.end);
+    swiglu_all(me);
+    SLICES (s, dim / me->c->group_size, 1) add_outputs(me, s.begin, s.end);
 }
 
-static void layer_all(Batch *b) {
-    const Layer *w = b->w;
-    const int q_dim = b->c->q_dim;
-    norm_all(b, w->rms_att);
-    EACH (i, b->c->n_heads + 2 * b->c->n_kv_heads, 1) run_head(b, i);
-    if (b->l == b->c->n_layers - 1) {
-        EACH (once, 1, 1) keep_needed(b);
-        b->n = b->p->kept;
+static void layer_all(Worker *me) {
+    const Layer *w = me->w;
+    const int q_dim = me->c->q_dim;
+    norm_all(me, w->rms_att);
+    EACH (i, me->c->n_heads + 2 * me->c->n_kv_heads, 1) run_head(me, i);
+    if (me->l == me->c->n_layers - 1) {
+        EACH (once, 1, 1) keep_needed(me);
+        me->n = me->p->kept;
     }
-    attend_all(b);
-    EACH (t, b->n, 4) {
-        quantize_row(&b->a8, t, 0, b->a + (size_t)t * q_dim, q_dim, b->c->group_size);
+    attend_all(me);
+    EACH (t, me->n, 4) {
+        quantize_token(&me->a8, t, 0, me->a + (size_t)t * q_dim, q_dim, me->c->group_size);
     }
-    matmul_all(b, b->p->x, &w->wo, &b->a8, true);
-    norm_all(b, w->rms_ffn);
+    matmul_all(me, me->p->x, &w->wo, &me->a8, true);
+    norm_all(me, w->rms_ffn);
     if (w->router) {
-        experts_all(b);
+        experts_all(me);
     } else {
-        swiglu_all(b);
-        matmul_all(b, b->p->x, &w->w2, &b->gate8, true);
+        swiglu_all(me);
+        matmul_all(me, me->p->x, &w->w2, &me->gate8, true);
     }
 }
 
 // This thread's batch, of the rows that run
-static Batch *own_batch(const Pass *p) {
-    Batch *b = &p->batches[thread];
-    b->n = p->n;
-    return b;
+static Worker *own_worker(const Pass *p) {
+    Worker *me = &p->workers[thread];
+    me->n = p->n;
+    return me;
 }
 
 static void forward_job(void *pass) {
     Pass *p = pass;
-    Batch *b = own_batch(p);
-    const size_t half = b->c->head_dim / 2;
-    EACH (t, b->n, 1) {
-        embed(p->m, p->rows[t].token, p->x + (size_t)t * b->c->dim);
-        rope_angles(b->c, p->rows[t].pos, p->cos + t * half, p->sin + t * half);
+    Worker *me = own_worker(p);
+    const size_t half = me->c->head_dim / 2;
+    EACH (t, me->n, 1) {
+        embed(p->m, p->rows[t].token, p->x + (size_t)t * me->c->dim);
+        rope_angles(me->c, p->rows[t].pos, p->cos + t * half, p->sin + t * half);
     }
-    for (b->l = 0; b->l < b->c->n_layers && !interrupted; b->l++) {
-        b->w = &b->p->m->weights.layers[b->l];
-        layer_all(b);
+    for (me->l = 0; me->l < me->c->n_layers && !interrupted; me->l++) {
+        me->w = &me->p->m->weights.layers[me->l];
+        layer_all(me);
         if (thread == 0) progress_add(p->n);
     }
 }
@@ -5691,9 +5711,9 @@ static bool forward_rows(Pass *p, int n) {
 }
 
 static void classify_job(void *pass) {
-    const Batch *b = own_batch(pass);
-    norm_all(b, b->p->m->weights.rms_final);
-    matmul_all(b, b->p->logits, &b->p->m->weights.classifier, &b->h8, false);
+    const Worker *me = own_worker(pass);
+    norm_all(me, me->p->m->weights.rms_final);
+    matmul_all(me, me->p->logits, &me->p->m->weights.classifier, &me->h8, false);
 }
 
 static float *classify(Pass *p, int n) {
@@ -5701,8 +5721,7 @@ static float *classify(Pass *p, int n) {
     on_all_threads(classify_job, p);
     return p->logits;
 }
-
-#endif
+#endif  // not PLAIN
 
 // ------------------------------------------------------------------------------------------------
 // The memory of a run: everything that a pass needs is allocated here, once
@@ -5712,7 +5731,11 @@ static const char *version(void) { return "qwen3 " VERSION " (" SIMD ")\n"; }
 #define NO_CACHE "the KV cache (-c makes it smaller)"
 
 static double position_size(const Config *c) {
+#ifdef PLAIN
+    return 2.0 * c->n_layers * c->kv_dim * sizeof(float);
+#else
     return block_size(c) * sizeof(float) / (double)BLOCK;
+#endif
 }
 
 static Q8 q8_init(int cols, int group) { return (Q8){activations(cols, 1), floats(cols / group)}; }
@@ -5758,7 +5781,7 @@ static Pass *pass_init(const Model *m, int batch, int logit_rows, int texts) {
     const size_t n = batch, chosen = n * max_int(c->n_experts_used, 1), half = c->head_dim / 2;
     Pass *p = activations(1, sizeof(Pass));
     Routing *routing = activations(1, sizeof(Routing));
-    const Batch b = {.c = c, .p = p, .h = floats(n * c->dim),
+    const Worker shared = {.c = c, .p = p, .h = floats(n * c->dim),
                      .h8 = quantized_init(n, c->dim, group), .q = floats(n * c->q_dim),
                      .a = floats(n * c->q_dim), .a8 = quantized_init(n, c->q_dim, group),
                      .gate8 = quantized_init(chosen, c->hidden_dim, group), .routing = routing};
@@ -5766,22 +5789,24 @@ static Pass *pass_init(const Model *m, int batch, int logit_rows, int texts) {
                          .n_chosen = 1, .expert = activations(n_experts, sizeof(int)),
                          .place = activations(n_experts + 1, sizeof(int)),
                          .token = activations(chosen, sizeof(int)),
-                         .h8 = c->n_experts ? quantized_init(chosen, c->dim, group) : b.h8};
+                         .h8 = c->n_experts ? quantized_init(chosen, c->dim, group) : shared.h8};
     *p = (Pass){.m = m, .batch = batch, .logit_rows = logit_rows, .n_blocks = n_blocks,
                 .block_len = BLOCK,
                 .cache = alloc(n_blocks, block_size(c) * sizeof(float), NO_CACHE),
                 .rows = activations(n, sizeof(Row)), .cos = floats(n * half),
                 .sin = floats(n * half), .x = floats(n * c->dim),
                 .logits = floats((size_t)logit_rows * c->vocab_size),
-                .batches = activations(n_threads, sizeof(Batch))};
+                .workers = activations(n_threads, sizeof(Worker))};
     for (int i = 0; i < n_threads; i++) {
-        Batch *own = &p->batches[i];
-        *own = b;
+        Worker *own = &p->workers[i];
+        *own = shared;
         own->scratch = floats(n * max_int(c->head_dim, 2 * group));
         own->unit = activations(UNIT, widest + widest / group * sizeof(float));
-        const size_t span = c->cache_bits == 8 ? SPAN : 0;
-        own->attention = floats(ATT_TASK * SCORE_STRIDE
-                                + (ATT_TASK + span) * (c->head_dim + value_dim(c)));
+        own->task = activations(1, sizeof(AttentionTask));
+        *own->task = (AttentionTask){.c = c, .score = floats(ATT_TASK * SCORE_STRIDE),
+                                     .q = floats(ATT_TASK * c->head_dim),
+                                     .sum = floats(ATT_TASK * value_dim(c))};
+        if (c->cache_bits == 8) own->task->unpacked = floats(SPAN * (c->head_dim + value_dim(c)));
     }
     return p;
 }

@@ -279,11 +279,11 @@ static void test_half_float(void) {
 static void test_quantize(void) {
     for (int group = 32; group <= 256; group *= 2) {
         const int cols = 3 * group;
-        Quantized x = quantized_init(2, cols, group), row = quantized_row(&x, 1);
+        Quantized x = quantized_init(2, cols, group), row = from_token(&x, 1);
         float *in = random_floats(cols);
         memset(in + group, 0, group * sizeof(float));        // zeros: scale 0
         for (int i = 0; i < group; i++) in[2 * group + i] *= 1e-42f;  // too small for a scale
-        quantize_row(&x, 0, 0, in, cols, group);
+        quantize_token(&x, 0, 0, in, cols, group);
         float max = 0;
         int sum = 0;
         for (int i = 0; i < group; i++) max = fmaxf(max, fabsf(in[i]));
@@ -297,16 +297,16 @@ static void test_quantize(void) {
         const Q8 plain = q8_init(cols, group);
         quantize(plain, in, cols, group);
         CHECK(!memcmp(plain.int8, x.int8, cols) && !memcmp(plain.scale, x.scale, 3 * sizeof(float)));
-        quantize_row(&x, 1, 2 * group, in, group, group);  // the first group as row 1's last
+        quantize_token(&x, 1, 2 * group, in, group, group);  // the first group as row 1's last
         CHECK(memcmp(row.int8 + 2 * group, x.int8, group) == 0 && row.int8[group] == 0);
         CHECK(row.scale[2] == x.scale[0] && row.bias_fix[2] == x.bias_fix[0] && row.scale[1] == 0);
         in[2 * group + 5] = group % 64 ? INFINITY : -INFINITY;
-        quantize_row(&x, 0, 2 * group, in + 2 * group, group, group);
+        quantize_token(&x, 0, 2 * group, in + 2 * group, group, group);
         quantize(plain, in, cols, group);
         CHECK(isinf(x.scale[2]) && isinf(plain.scale[2]) && x.bias_fix[2] == 0);
         for (int i = 2 * group; i < cols; i++) CHECK(x.int8[i] == 0 && plain.int8[i] == 0);
         in[2 * group + 9] = NAN;
-        quantize_row(&x, 0, 2 * group, in + 2 * group, group, group);
+        quantize_token(&x, 0, 2 * group, in + 2 * group, group, group);
         quantize(plain, in, cols, group);
         CHECK(isnan(x.scale[2]) && isnan(plain.scale[2]));
     }
@@ -319,30 +319,26 @@ static void test_products(Matrix w, Matrix same) {
     float *in = random_floats((size_t)n * cols);
     float *one = random_floats(n * rows), *all = random_floats(n * rows);
     int8_t *unit = alloc(UNIT * (cols + cols / group * 4), 1, "");
+    const Worker me = {.unit = unit};
     Quantized x = quantized_init(n, cols, group);
     memset(unit, 0xFF, UNIT * (cols + cols / group * 4));  // NaN
-    for (int t = 0; t < n; t++) quantize_row(&x, t, 0, in + t * cols, cols, group);
+    for (int t = 0; t < n; t++) quantize_token(&x, t, 0, in + t * cols, cols, group);
     for (int i = 0; i < TILE_TOKENS * (cols / group); i++) {  // past the last token
-        quantized_row(&x, n + i / (cols / group)).scale[i % (cols / group)] = NAN;
+        from_token(&x, n + i / (cols / group)).scale[i % (cols / group)] = NAN;
     }
     for (int t = 0, few = 1; t < n; t += few++) {  // 1, 2, 3, ... tokens
-        const Quantized from = quantized_row(&x, t);
-        matmul_rows(&(Matmul){.w = &w, .x = &from, .out = one + t * rows, .stride = rows, .row_end = rows,
-                              .n = min_int(few, n - t), .unit = unit});
+        const Quantized from = from_token(&x, t);
+        multiply(&me, one + t * rows, rows, &w, 0, rows, &from, min_int(few, n - t), false);
     }
     memset(all, 0, n * rows * sizeof(float));
     for (int row = 0; row < rows; row += STRIP + 1) {  // parts that fill no block, either
         int end = min_int(row + STRIP + 1, rows);
-        const Quantized from = quantized_row(&x, 1);
-        Matmul part = {.w = &w, .x = &from, .out = all + rows + row, .stride = rows, .row_begin = row,
-                       .row_end = end, .n = n - 1, .unit = unit};
-        matmul_rows(&part);
-        part.n = 1;  // the first of these tokens twice
-        part.add = true;
-        matmul_rows(&part);
+        const Quantized from = from_token(&x, 1);
+        multiply(&me, all + rows + row, rows, &w, row, end - row, &from, n - 1, false);
+        multiply(&me, all + rows + row, rows, &w, row, end - row, &from, 1, true);  // the first of these tokens twice
     }
     for (int t = 0; t < n; t++) {
-        const Quantized token = quantized_row(&x, t);
+        const Quantized token = from_token(&x, t);
         for (int r = 0; r < rows; r++) {
             double sum = 0, size = 0;
             for (int i = 0; i < cols; i++) {
@@ -383,63 +379,63 @@ static int *scattered(const Pass *p) {
     return blocks;
 }
 
-static int layer;  // to which all threads' batches have come
+static int layer;  // to which all threads have come
 
-static Batch *batch_at_layer(const Pass *p) {
-    Batch *b = own_batch(p);
-    b->l = layer;
-    b->w = &b->p->m->weights.layers[layer];
-    return b;
+static Worker *worker_at_layer(const Pass *p) {
+    Worker *me = own_worker(p);
+    me->l = layer;
+    me->w = &me->p->m->weights.layers[layer];
+    return me;
 }
 
-// This thread's batch of a pass of n rows that has come to layer l
-static Batch *start_layer(Pass *p, int l, int n) {
+// This thread's worker in a pass of n rows that has come to layer l
+static Worker *start_layer(Pass *p, int l, int n) {
     p->n = n;
     layer = l;
-    return batch_at_layer(p);
+    return worker_at_layer(p);
 }
 
-// Element j of the key, or of the value, of a position, as the tiles of attention read it
-static float number_of(KvHead kv, int pos, int j, bool value) {
-    const Config *c = &kv.p->m->config;
-    const int at = number_in(c, pos, j, value);
-    const VecF vector = cache_load(cache_block(kv, pos), at / LANES, value, c->cache_bits == 8);
+// Element j of a row's key, or of its value, as the tiles of attention read it
+static float number_of(const Pass *p, size_t pair, const Row *row, int j, bool value) {
+    const Config *c = &p->m->config;
+    const int at = index_in_block(c, row->pos, j, value), i = at / LANES, k = value ? row->pos % BLOCK : i % 16;
+    const VecF vector = cache_load(cache_block(p, pair, row->blocks, row->pos), i - k, k, value, c->cache_bits == 8);
     return ((const float *)&vector)[at % LANES];
 }
 
-static void put(const Batch *b, int t, int kv_head, const float *x, float *plain, bool value) {
-    const KvHead kv = kv_head_of(b, t, kv_head);
-    const int pos = b->p->rows[t].pos, head_dim = b->c->head_dim;
+static void put(const Worker *me, int t, int kv_head, const float *x, float *plain, bool value) {
+    const Row *row = &me->p->rows[t];
+    const int head_dim = me->c->head_dim;
     memcpy(plain, x, head_dim * sizeof(float));
-    if (b->c->cache_bits == 8) round_to_int8(plain, head_dim);
-    cache_store(kv, pos, x, value);
+    if (me->c->cache_bits == 8) round_to_int8(plain, head_dim);
+    cache_store(me->p, pair_of(me, kv_head), row, x, value);
     for (int j = 0; j < head_dim; j++) {
-        const float found = number_of(kv, pos, j, value);
+        const float found = number_of(me->p, pair_of(me, kv_head), row, j, value);
         CHECK(memcmp(&found, plain + j, sizeof(float)) == 0 || (isnan(found) && isnan(plain[j])));
     }
 }
 
-// Store a key or a value (head_dim) of row t in layer b->l, and where Part I has it.
-static void put_key(const Batch *b, int t, int kv_head, const float *k) {
-    const int pos = b->p->rows[t].pos;
-    put(b, t, kv_head, k, in_cache(b->p->m, b->p->m->state.keys, b->l, pos, kv_head), false);
+// Store a key or a value (head_dim) of row t in this layer, and where Part I has it.
+static void put_key(const Worker *me, int t, int kv_head, const float *k) {
+    const int pos = me->p->rows[t].pos;
+    put(me, t, kv_head, k, in_cache(me->p->m, me->p->m->state.keys, me->l, pos, kv_head), false);
 }
 
-static void put_value(const Batch *b, int t, int kv_head, const float *v) {
-    const int pos = b->p->rows[t].pos;
-    put(b, t, kv_head, v, in_cache(b->p->m, b->p->m->state.values, b->l, pos, kv_head), true);
+static void put_value(const Worker *me, int t, int kv_head, const float *v) {
+    const int pos = me->p->rows[t].pos;
+    put(me, t, kv_head, v, in_cache(me->p->m, me->p->m->state.values, me->l, pos, kv_head), true);
 }
 
-// Random keys and values (head_dim) of layer b->l at the first n positions
-static void fill_cache(const Batch *b, const int *blocks, int n) {
-    const Config *c = b->c;
-    Row *row = b->p->rows;
+// Random keys and values (head_dim) of this layer at the first n positions
+static void fill_cache(const Worker *me, const int *blocks, int n) {
+    const Config *c = me->c;
+    Row *row = me->p->rows;
     for (int pos = 0; pos < n; pos++) {
         *row = (Row){.pos = pos, .blocks = blocks};
         for (int h = 0; h < c->n_kv_heads; h++) {
             float *x = random_floats(2 * c->head_dim);
-            put_key(b, 0, h, x);
-            put_value(b, 0, h, x + c->head_dim);
+            put_key(me, 0, h, x);
+            put_value(me, 0, h, x + c->head_dim);
         }
     }
 }
@@ -461,20 +457,20 @@ static void check_attend(const Model *m, int l, int head, int pos) {
     }
 }
 
-static void attend_job(void *pass) { attend_all(batch_at_layer(pass)); }
+static void attend_job(void *pass) { attend_all(worker_at_layer(pass)); }
 
 // attend_all() against attend(), bit for bit
-static void check_attention(Model *m, Batch *b) {
-    const Config *c = b->c;
+static void check_attention(Model *m, Worker *me) {
+    const Config *c = me->c;
     const size_t size = c->head_dim * sizeof(float);
-    on_all_threads(attend_job, b->p);
-    for (int t = 0; t < b->n; t++) {
-        memcpy(m->state.q, b->q + t * c->q_dim, c->q_dim * sizeof(float));
+    on_all_threads(attend_job, me->p);
+    for (int t = 0; t < me->n; t++) {
+        memcpy(m->state.q, me->q + t * c->q_dim, c->q_dim * sizeof(float));
         for (int h = 0; h < c->n_heads; h++) {
             const int at = h * c->head_dim;
-            attend(m, b->l, h, b->p->rows[t].pos);
-            CHECK(!memcmp(b->a + t * c->q_dim + at, m->state.a + at, size), "token %d, head %d", t, h);
-            check_attend(m, b->l, h, b->p->rows[t].pos);
+            attend(m, me->l, h, me->p->rows[t].pos);
+            CHECK(!memcmp(me->a + t * c->q_dim + at, m->state.a + at, size), "token %d, head %d", t, h);
+            check_attend(m, me->l, h, me->p->rows[t].pos);
         }
     }
 }
@@ -486,17 +482,17 @@ static void test_attention(void) {
         Model m = random_model(32, head_dims[i], QWEN3);
         m.config.cache_bits = i % 2 ? 8 : 32;
         Pass *p = random_pass(&m, 40);
-        Batch *b = start_layer(p, 1, 0);
+        Worker *me = start_layer(p, 1, 0);
         const int *blocks = scattered(p);
-        fill_cache(b, blocks, POSITIONS);
+        fill_cache(me, blocks, POSITIONS);
         for (int round = 0; round < 10; round++) {
-            b->n = b->p->n = round == 8 ? 2 : 1 + round % 4 * 13;
-            int start = below(round < 4 ? 101 - b->n : POSITIONS + 1 - b->n);
+            me->n = me->p->n = round == 8 ? 2 : 1 + round % 4 * 13;
+            int start = below(round < 4 ? 101 - me->n : POSITIONS + 1 - me->n);
             if (round == 4 || (round >= 6 && round <= 8)) start = 2 * SPAN + 1;
             if (round == 5) start = SPAN - 6;  // across spans
-            for (int t = 0; t < b->n; t++) p->rows[t] = (Row){.pos = start + t, .blocks = blocks};
-            for (int j = 0; j < b->n * m.config.q_dim; j++) b->q[j] = 5 * (float)uniform();
-            check_attention(&m, b);
+            for (int t = 0; t < me->n; t++) p->rows[t] = (Row){.pos = start + t, .blocks = blocks};
+            for (int j = 0; j < me->n * m.config.q_dim; j++) me->q[j] = 5 * (float)uniform();
+            check_attention(&m, me);
         }
     }
 }
@@ -509,19 +505,19 @@ static void test_attention_not_finite(void) {
         m.config.cache_bits = i % 2 ? 8 : 32;
         State *s = &m.state;
         Pass *p = random_pass(&m, 40);
-        Batch *b = start_layer(p, 0, 1);
+        Worker *me = start_layer(p, 0, 1);
         float huge[32], nan[32];
         const int *blocks = scattered(p);
-        fill_cache(b, blocks, POSITIONS);
+        fill_cache(me, blocks, POSITIONS);
         for (int j = 0; j < 32; j++) huge[j] = -3e38f, nan[j] = NAN;
-        for (int pos = 0; pos < SPAN; pos++) p->rows[0].pos = pos + round * SPAN, put_key(b, 0, 0, huge);
+        for (int pos = 0; pos < SPAN; pos++) p->rows[0].pos = pos + round * SPAN, put_key(me, 0, 0, huge);
         p->rows[0].pos = round * SPAN + 10;
-        put_key(b, 0, 1, nan);
+        put_key(me, 0, 1, nan);
         p->rows[0].pos = POSITIONS - 1;
-        for (int j = 0; j < m.config.q_dim; j++) b->q[j] = s->q[j] = 5;
-        on_all_threads(attend_job, b->p);
+        for (int j = 0; j < m.config.q_dim; j++) me->q[j] = s->q[j] = 5;
+        on_all_threads(attend_job, me->p);
         for (int h = 0; h < 4; h++) {
-            const float found = b->a[h * 32];
+            const float found = me->a[h * 32];
             attend(&m, 0, h, POSITIONS - 1);
             CHECK(h < 2 ? found == s->a[h * 32] : isnan(found) && isnan(s->a[h * 32]), "head %d: %g", h, found);
         }
@@ -540,24 +536,24 @@ static void test_attention_reads_nothing_later(void) {
         const int *blocks = scattered(p);
         const int n = 1 + below(40), start = trial % 3 ? below(300) : SPAN - below(n);
         const int bad = below(n + 1), q_dim = m.config.q_dim;
-        Batch *b = start_layer(p, 0, n);
+        Worker *me = start_layer(p, 0, n);
         float huge[WIDEST];
         for (int j = 0; j < WIDEST; j++) huge[j] = values[(trial + j * (trial % 5 == 0)) % 3];
-        fill_cache(b, blocks, POSITIONS);
-        memcpy(b->q, random_floats(n * q_dim), n * q_dim * sizeof(float));
+        fill_cache(me, blocks, POSITIONS);
+        memcpy(me->q, random_floats(n * q_dim), n * q_dim * sizeof(float));
         for (int t = 0; t < n; t++) p->rows[t] = (Row){.pos = start + t, .blocks = blocks};
-        on_all_threads(attend_job, b->p);
-        memcpy(finite, b->a, n * q_dim * sizeof(float));
+        on_all_threads(attend_job, me->p);
+        memcpy(finite, me->a, n * q_dim * sizeof(float));
         for (int pos = start + bad; pos < start + n + 2 * LANES; pos += pos < start + n ? n : 1) {
             p->rows[0].pos = pos;
-            for (int h = 0; h < 2; h++) put_key(b, 0, h, huge), put_value(b, 0, h, huge);
+            for (int h = 0; h < 2; h++) put_key(me, 0, h, huge), put_value(me, 0, h, huge);
         }
         p->rows[0].pos = start;
-        on_all_threads(attend_job, b->p);
+        on_all_threads(attend_job, me->p);
         for (int t = 0; t < n; t++) {
-            CHECK(memcmp(b->a + t * q_dim, finite + t * q_dim, q_dim * sizeof(float)) == 0 || t >= bad,
+            CHECK(memcmp(me->a + t * q_dim, finite + t * q_dim, q_dim * sizeof(float)) == 0 || t >= bad,
                   "trial %d: row %d of %d, not finite from %d on", trial, t, n, bad);
-            CHECK(t < bad || !isfinite(b->a[t * q_dim]), "trial %d: row %d", trial, t);
+            CHECK(t < bad || !isfinite(me->a[t * q_dim]), "trial %d: row %d", trial, t);
         }
     }
 }
@@ -567,21 +563,21 @@ static void test_attention_one_hot(void) {
     Model m = random_model(64, 32, QWEN3);
     Pass *p = random_pass(&m, 40);
     const Config *c = &m.config;
-    Batch *b = start_layer(p, 1, 3);
+    Worker *me = start_layer(p, 1, 3);
     const int *blocks = scattered(p);
-    fill_cache(b, blocks, 40);
+    fill_cache(me, blocks, 40);
     int wanted[3 * 4];  // by tokens and heads
     for (int i = 0; i < 3 * c->n_heads; i++) {
         p->rows[i / c->n_heads] = (Row){.pos = 37 + i / c->n_heads, .blocks = blocks};
         wanted[i] = below(38 + i / c->n_heads);
         for (int j = 0; j < c->head_dim; j++)
-            b->q[i * c->head_dim + j] = 400 * in_cache(&m, m.state.keys, b->l, wanted[i], i % c->n_heads / 2)[j];
+            me->q[i * c->head_dim + j] = 400 * in_cache(&m, m.state.keys, me->l, wanted[i], i % c->n_heads / 2)[j];
     }
-    on_all_threads(attend_job, b->p);
+    on_all_threads(attend_job, me->p);
     for (int i = 0; i < 3 * c->n_heads; i++) {
         for (int j = 0; j < c->head_dim; j++) {
-            float expected = in_cache(&m, m.state.values, b->l, wanted[i], i % c->n_heads / 2)[j];
-            CHECK(fabsf(b->a[i * c->head_dim + j] - expected) < 0.01f, "row %d, column %d", i, j);
+            float expected = in_cache(&m, m.state.values, me->l, wanted[i], i % c->n_heads / 2)[j];
+            CHECK(fabsf(me->a[i * c->head_dim + j] - expected) < 0.01f, "row %d, column %d", i, j);
         }
     }
 }
@@ -624,8 +620,8 @@ static void test_layers(void) {
             Pass *p = random_pass(&m, 40);
             const Config *c = &m.config;
             const int *blocks = scattered(p);
-            Batch *b = start_layer(p, 0, 0);
-            for (b->l = 0; b->l < 2; b->l++) fill_cache(b, blocks, 300);
+            Worker *me = start_layer(p, 0, 0);
+            for (me->l = 0; me->l < 2; me->l++) fill_cache(me, blocks, 300);
             for (int t = 0; t < n; t++) {
                 p->rows[t] = (Row){.token = below(77), .pos = 250 + t, .blocks = blocks, .needed = true};
             }
@@ -639,10 +635,11 @@ static void test_layers(void) {
             }
             for (int i = 0; i < 2 * 300 * c->kv_dim; i++) {
                 const int l = i / (300 * c->kv_dim), pos = i / c->kv_dim % 300, h = i / c->head_dim % c->n_kv_heads;
-                const KvHead kv = {p, blocks, l, h};
+                const size_t pair = l * c->n_kv_heads + h;
+                const Row at = {.pos = pos, .blocks = blocks};
                 const int j = i % c->head_dim;
-                CHECK(number_of(kv, pos, j, false) == in_cache(&m, m.state.keys, l, pos, h)[j], "layer %d, position %d", l, pos);
-                CHECK(number_of(kv, pos, j, true) == in_cache(&m, m.state.values, l, pos, h)[j], "layer %d, position %d", l, pos);
+                CHECK(number_of(p, pair, &at, j, false) == in_cache(&m, m.state.keys, l, pos, h)[j], "layer %d, position %d", l, pos);
+                CHECK(number_of(p, pair, &at, j, true) == in_cache(&m, m.state.values, l, pos, h)[j], "layer %d, position %d", l, pos);
             }
         }
     }
@@ -675,9 +672,9 @@ static void test_choose_experts(void) {
 }
 
 static void experts_job(void *pass) {
-    const Batch *b = batch_at_layer(pass);
-    norm_all(b, b->w->rms_ffn);
-    experts_all(b);
+    const Worker *me = worker_at_layer(pass);
+    norm_all(me, me->w->rms_ffn);
+    experts_all(me);
 }
 
 // A NaN of either sign, an infinity: the token has no experts, and its x says so.
@@ -692,12 +689,12 @@ static void test_experts_not_finite(void) {
     }
     Model m = random_model(32, 32, EXPERTS);
     Pass *p = random_pass(&m, 20);
-    Batch *b = start_layer(p, 0, 20);
+    Worker *me = start_layer(p, 0, 20);
     memcpy(p->x, random_floats(20 * m.config.dim), 20 * m.config.dim * sizeof(float));
     p->x[5 * m.config.dim + 3] = -INFINITY;
     on_all_threads(experts_job, p);
     for (int t = 0; t < 20; t++) CHECK(isfinite(p->x[t * m.config.dim]) == (t != 5), "token %d", t);
-    CHECK(b->routing->place[b->routing->n_chosen] == 19 * 3);
+    CHECK(me->routing->place[me->routing->n_chosen] == 19 * 3);
 }
 
 enum { LOOPS = 9, ITEMS = 1000 };
