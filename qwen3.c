@@ -3969,7 +3969,6 @@ static const char *const without_effect[] = {
 static void json_object(Json *j, int kind, Buffer *out) {
     static char what[128];
     const Bytes text = json_member(*j, "text").rest, messages = json_member(*j, "messages").rest;
-    const bool both = text.n && messages.n;
     Json all = *j;
     json_take(&all, "{");
     buffer_add(out, bytes("{"));
@@ -3990,9 +3989,9 @@ static void json_object(Json *j, int kind, Buffer *out) {
         if (kept) buffer_add(out, (Bytes){member, all.rest.p - member});
         if (kept) buffer_add(out, bytes(","));
     }
-    json_check(j, !both, "text or messages", "one of them (jq -c 'del(.text)' keeps the messages)");
-    json_check(j, text.n ? *text.p == '"' : messages.n && *messages.p == '[', "text or messages",
-               "\"text\": \"...\" or, in chat, \"messages\": [...]");
+    json_check(j, text.n ? !messages.n && *text.p == '"' : messages.n && *messages.p == '[',
+               "text or messages", "one of \"text\": \"...\" and, in chat, \"messages\": [...] "
+               "(jq -c 'del(.text)' keeps the messages)");
     if (!j->error) j->rest = text.n ? text : messages;
 }
 
@@ -4371,9 +4370,8 @@ static List *open_list(App *app) {
 static void skip_lines(List *l) {
     const char *file = l->app->options.out;
     const size_t skipped = l->in_file - min_size(l->in_file, KNOWN_AGAIN);
-    for (Bytes line; l->read < skipped; l->read++, l->written++, l->consumed += line.n)
-        if (!next_line(&l->in, &line, true))
-            die("%s: has more lines than the list, expected at most %zu", file, l->read);
+    for (Bytes line; l->read < skipped && next_line(&l->in, &line, true); l->read++, l->written++)
+        l->consumed += line.n;
     if (l->failed_in_file)
         notice("%s: lines without a result, which stay: %zu, the first is line %zu", file,
                l->failed_in_file, l->first_failed);

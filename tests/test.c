@@ -1637,13 +1637,18 @@ static void test_file_stopped(void) {
 static void test_progress_of_a_list(void) {
     static Engine e;
     static List l = {.e = &e};
-    static const struct { size_t done, read; bool ended; int size; const char *shown; } cases[] = {
-        {4, 10, true, 0, "4 of 10 texts, @ tokens/s, 15 s left"},
-        {9, 10, true, 0, "9 of 10 texts, @ tokens/s, 1 s left"},
-        {10, 10, true, 0, "10 of 10 texts, @ tokens/s, 0 s left"},
-        {4, 10, false, 4000, "4 of about 20 texts, @ tokens/s, 40 s left"},
-        {4, 10, false, 0, "4 texts, @ tokens/s"},
-        {0, 10, true, 0, "0 of 10 texts, @ tokens/s"}};
+    static Slot slot;
+    static Text oldest = {.slot = &slot};
+    static const struct { size_t done, read; bool ended; int size, age; const char *shown; } cases[] = {
+        {4, 10, true, 0, 0, "4 of 10 texts, @ tokens/s, 15 s left"},
+        {9, 10, true, 0, 0, "9 of 10 texts, @ tokens/s, 1 s left"},
+        {10, 10, true, 0, 0, "10 of 10 texts, @ tokens/s, 0 s left"},
+        {4, 10, true, 0, 9, "4 of 10 texts, @ tokens/s, 15 s left"},  // the oldest of those that run is so old
+        {9, 10, true, 0, 9, "9 of 10 texts, @ tokens/s, 9 s left"},
+        {0, 10, true, 0, 9, "0 of 10 texts, @ tokens/s"},
+        {4, 10, false, 4000, 0, "4 of about 20 texts, @ tokens/s, 40 s left"},
+        {4, 10, false, 0, 0, "4 texts, @ tokens/s"},
+        {0, 10, true, 0, 0, "0 of 10 texts, @ tokens/s"}};
     const int ours = posix_openpt(O_RDWR | O_NOCTTY), saved = dup(STDERR_FILENO);
     const char *name = ours >= 0 && !grantpt(ours) && !unlockpt(ours) ? ptsname(ours) : NULL;
     const int theirs = name ? open(name, O_RDWR | O_NOCTTY) : -1;
@@ -1656,6 +1661,9 @@ static void test_progress_of_a_list(void) {
         l.size = cases[i].size;
         l.consumed = 2000;
         e.n_rows = 1000;
+        e.order[0] = &oldest;
+        e.n_texts = cases[i].age > 0;
+        slot.start = now() - cases[i].age;
         progress = (struct Progress){.start = now() - 10};
         dup2(theirs, STDERR_FILENO);
         show_texts(&l);
