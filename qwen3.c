@@ -41,8 +41,8 @@
    rms_ and _norm are weights; eps is mostly 1e-6. Before it is multiplied with a W, a vector is
    rounded to 8 bits (quantize; comments write Q8(h)):
 
-     x -+- norm, Q8, Wq Wk Wv, rope, softmax, Q8, Wo -(+)-+- norm, Q8, W1 W3, silu, Q8, W2 -(+)- x
-        '----------------------------------------------'  '----------------------------------'
+     x -+- norm, Q8, Wq Wk Wv, rope, attention, Q8, Wo -(+)-+- norm, Q8, W1 W3, silu, Q8, W2 -(+)- x
+        '------------------------------------------------'  '----------------------------------'
 
    In Qwen3-0.6B, dim is 1024 and hidden_dim 3072. It has 28 layers, each with 16 query heads and 8
    kv heads of head_dim 128: a position's keys and values take 2 * 28 * 8 * 128 * 4 = 229,376 bytes.
@@ -315,7 +315,7 @@ enum { PANEL = 16 };
 INLINE int weight_int(const Matrix *w, int r, int i) {
     const int half = w->group_size / 2, g = i / w->group_size, j = i % w->group_size;
     const int at = w->bits == 8 ? i : g * half + j % half;  // the byte of the row
-    const size_t column = (size_t)(r / PANEL) * (w->cols * w->bits / 32) + at / 4;  // of words
+    const size_t column = (size_t)(r / PANEL) * (w->cols * w->bits / 32) + at / 4;  // of 16 words
     const int8_t byte = w->bytes[(column * PANEL + r % PANEL) * 4 + at % 4];
     return w->bits == 8 ? byte : w->levels[(j < half ? byte : byte >> 4) & 15];
 }
@@ -473,7 +473,7 @@ static void qkv(Model *m, int l, int pos) {
     if (c->cache_bits == 8) round_to_int8(v, c->kv_dim);
 }
 
-// Returns q . k / sqrt(head_dim), both (head_dim): the products are added in order of j.
+// Returns q . k / sqrt(head_dim), both (head_dim), added in order of j. (Part III: a lane per k)
 static float attention_score(const float *q, const float *k, int head_dim) {
     float dot = 0;
     for (int j = 0; j < head_dim; j++) dot = mul_add(k[j], q[j], dot);
@@ -1056,7 +1056,7 @@ static Ending append_id(const Tokenizer *tok, Text *text, int id) {
     return ids->n <= text->context ? GOES_ON : CONTEXT_ENDED;  // there is room to run it
 }
 
-// append_id for a drawn id. If -r N or repeats end the thinking, its closing ids follow. (Part II)
+// Calls append_id for a drawn id, and for those that end the thinking by -r N or repeats. (Part II)
 static Ending accept_id(const Tokenizer *tok, Text *text, int id);
 
 // Draws the target by the logits of the id before it, which are overwritten. Returns as append_id.
@@ -1105,9 +1105,9 @@ static void run_text(Model *m, const Tokenizer *tok, Text *text) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// The chat format. A conversation is a list of messages. A chat model was trained on conversations
-// written in one form, which its checkpoint has as a program, the chat template. So the prompt of
-// each turn is all messages in that form, up to where the model's answer begins, for example
+// The chat format. (Raw text needs none of it.) A conversation is a list of messages. A chat model
+// was trained on conversations written in one form, which its checkpoint has as a program, the chat
+// template. So the prompt of each turn is all messages in that form, up to the model's answer:
 //   <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello!<|im_end|>\n
 //   <|im_start|>user\nHow are you?<|im_end|>\n<|im_start|>assistant\n
 // (all on one line; \n is a newline). The model goes on from there. If it thinks first, it writes
@@ -1142,10 +1142,10 @@ static size_t thinking_length(const ChatFormat *f, Bytes text) {
 // answer that spells it out, which stays plain text.
 static void encode_answer(Encoder *enc, const ChatFormat *f, const Message *message) {
     const Ids *ids = &message->ids;
-    const Bytes partial = bytes_of(&message->text);
+    const Bytes rest = bytes_of(&message->text);  // what is not in ids
     Buffer all = {0};
     for (size_t i = 0; i < ids->n; i++) buffer_add(&all, enc->tok->text[ids->p[i]]);
-    buffer_add(&all, partial);
+    buffer_add(&all, rest);
     size_t to_skip = thinking_length(f, bytes_of(&all));
     for (size_t i = 0; i < ids->n; i++) {
         const int id = ids->p[i];
@@ -1155,7 +1155,7 @@ static void encode_answer(Encoder *enc, const ChatFormat *f, const Message *mess
         if (cut == 0 && enc->tok->kind[id] & ADDED) encode_token(enc, id);
         else encode_plain(enc, bytes_from(text, cut));
     }
-    encode_plain(enc, bytes_from(partial, to_skip));
+    encode_plain(enc, bytes_from(rest, to_skip));
     free(all.p);
 }
 
