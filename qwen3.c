@@ -2541,13 +2541,14 @@ static struct Progress {
     size_t layers;  // of the model
     size_t done;    // tokens times layers that ran
     double start;   // when it began
-    double painted; // when the line was last written; 0: it is not there
+    double painted; // when the line was last written
+    bool shown;     // it is there
 } progress;
 
 // Clears the line, before an answer, a notice or an error begins.
 static void progress_end(void) {
-    if (progress.painted > 0) fputs("\r\033[K", stderr);
-    progress.painted = 0;
+    if (progress.shown) fputs("\r\033[K", stderr);
+    progress.shown = false;
     progress.tokens = 0;
 }
 
@@ -2558,6 +2559,7 @@ static void progress_show(double tokens, double part, const char *label) {
     if (quiet || seconds < 2 || time < progress.painted + 0.1 || !is_terminal(STDERR_FILENO))
         return;
     progress.painted = time;
+    progress.shown = true;
     fprintf(stderr, "\r%s, %.*f tokens/s", label, rate < 999.95, rate);
     if (part > 0) fprintf(stderr, ", %.0f s left", seconds * (1 / part - 1));
     fputs("\033[K", stderr);
