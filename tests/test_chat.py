@@ -164,6 +164,14 @@ def test_an_answer_that_repeats_itself_ends(chain, period):
     assert [json.loads(line) for line in result.stdout.splitlines()] == [answer] * 3
 
 
+def test_what_is_new_takes_off_the_count(table_model):
+    """Three for each token that is no repeat, and not all: so of answers that are drawn."""
+    model = table_model({None: {"a": 5, "b": 1}}, fill=-80, max_len=4096)
+    for seed in range(3):
+        text = output(model, "-m", "generate", "-i", "x", "-s", seed, "-t", 1, "-k", 0, "-p", 1, "-c", 0, "-q").decode()
+        assert 300 < len(text) == circle_ends(text)
+
+
 def test_thinking_that_repeats_itself_ends(chain):
     """As by -r N. What follows is watched from its own first id."""
     thinking = chain("Ċ", "<think>", "a", "b", "a", max_len=1000)
