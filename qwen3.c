@@ -996,6 +996,7 @@ static bool writer_token(Writer *out, const Tokenizer *tok, int id);
 typedef enum {
     GOES_ON,
     COMPLETE,                      // a stop id or -x TEXT; other texts than answers: their last id
+    IN_THINKING,                   // a stop id before the thinking has ended (Part II)
     LIMIT_REACHED, CONTEXT_ENDED,  // -n; -c
     REPEATS,                       // without -n: the answer goes round in circles
     INTERRUPTED, FAILED            // Ctrl-C; the logits, or an embedding, are not finite
@@ -2122,13 +2123,13 @@ static void merge_piece(const Tokenizer *tok, Bytes piece, Ids *out) {
 // ------------------------------------------------------------------------------------------------
 // Modes: what the program makes of a text. Given answers (-o) make another thing of the first two.
 
-enum { CHOICES = N_MODES };
+enum { CHOICES = N_MODES, OWN_CHOICES };  // OWN_CHOICES: -o @NAME
 
 static const struct {
     const char *name;        // for -m
     bool has_answers;        // tokens are drawn
     size_t least;            // tokens of a text
-    const char *members[5];  // that its result adds to an object of a list (see Results)
+    const char *members[7];  // that its result adds to an object of a list (see Results)
 } modes[] = {
     [CHAT] = {"chat", true, 1, {"answer", "end", "error"}},
     [GENERATE] = {"generate", true, 1, {"answer", "end", "error"}},
@@ -2136,6 +2137,7 @@ static const struct {
     [PERPLEXITY] = {"perplexity", false, 2, {"tokens", "nll", "ppl", "error"}},
     [EMBED] = {"embed", false, 1, {"vector", "error"}},
     [CHOICES] = {NULL, true, 1, {"choice", "p", "mass", "error"}},
+    [OWN_CHOICES] = {NULL, true, 1, {"choice", "p", "mass", "nll", "tokens", "error"}},
 };
 
 // ------------------------------------------------------------------------------------------------
@@ -2154,13 +2156,28 @@ enum { MOST_TEXTS = 32 };              // that run together
 enum { THINKS = -2, FIRST_IDS = -1 };  // Slot.choice before the given answers are scored
 enum { BY_BUDGET = GOES_ON, NOT_CLOSED = INTERRUPTED };  // Slot.closed_by: -r N did it; nothing did
 
+typedef struct Choice {  // a given answer
+    Buffer text;
+    size_t n_tokens;
+    Ids ids;           // its tokens; ANY_STOP follows if another one begins with it
+} Choice;
+
+typedef struct Choices {
+    Choice *p;
+    int n;
+    size_t cap;
+    size_t before;     // so many ids of the prompt, all or none, stand before the tokens of each
+} Choices;
+
 typedef struct Slot {  // what Part II keeps of a text, beside Text
     const struct Engine *engine;
     struct {           // memory of the place, which the next text there uses again
         Ids all;       // the prompt, with room for context + 1 more ids: so Text.ids, which is a
                        // part of it, never moves
         Buffer out;    // the answer of a text in a list, or an embedding
-        double *nll;   // (n_choices) -log of the given answers' probabilities
+        Choices choices;  // the given answers: with -o @NAME its own, else those of all texts
+        double *nll;   // (choices.n) -log of their probabilities
+        size_t nll_cap;
         int *blocks;   // of the cache: position pos is in blocks[pos / block_len]
     } own;
     size_t number;     // of its line in a list, from 0
@@ -2181,16 +2198,12 @@ typedef struct Slot {  // what Part II keeps of a text, beside Text
 
 enum { ANY_STOP = -1 };  // as the last id of a given answer: any stop id. It never runs.
 
-typedef struct Choice {  // a given answer
-    Bytes text;
-    Ids ids;             // with ANY_STOP at the end, if another one begins with it
-} Choice;
-
 typedef struct Engine {
     Model model;
     struct Pass *pass; // with -DPLAIN: NULL
     Tokenizer tokenizer;
     Mode mode;         // -m, or what the model is made for
+    int kind;          // of results: mode, or CHOICES, or OWN_CHOICES
     // The texts:
     Text places[MOST_TEXTS + 1];
     Slot slots[MOST_TEXTS + 1];
@@ -2210,9 +2223,8 @@ typedef struct Engine {
     int budget;        // the maximum number of tokens of thinking (-r), INT_MAX: no limit
     Ids budget_text;   // what ends thinking that has reached it
     Ids after_think;   // what follows </think> before given answers
-    struct Choice *choices;  // the given answers
-    int n_choices;
-    size_t reserve;          // tokens that must fit after a prompt: an end of thinking, a choice
+    Choices choices;   // given answers of all texts, or with -o @NAME of the next one
+    size_t reserve;    // tokens that must fit after a prompt: an end of thinking, a given answer
     // Many texts at once only:
     int needed;        // rows of this pass that get logits
     double *row_nll;   // (logit_rows) -log(probability) of the id after each, if it is there
@@ -2635,7 +2647,7 @@ static void writer_flush(Writer *out, size_t keep) {
 // Sets whether thinking comes now. Called where an answer or its thinking begins or ends.
 static void writer_thinks(Writer *out, bool thinking) {
     out->between = out->thinking && !thinking;
-    if (out->between && !out->terminal) buffer_add(&out->held, bytes("\n"));
+    if (out->between && !out->terminal) buffer_add(&out->held, bytes("\n"));  // ends the line there
     writer_flush(out, 0);
     out->thinking = thinking && out->chat;
 }
@@ -2679,30 +2691,44 @@ static void writer_end(Writer *out) {
 // given answers nothing else is drawn: where it ends, next_choice goes on.
 
 // From Qwen3's technical report, section 4.3
-static const char budget_text[] = "\n\nConsidering the limited time by the user, I have to give "
+static const char end_of_budget[] = "\n\nConsidering the limited time by the user, I have to give "
     "the solution based on the thinking directly now.\n</think>\n\n";
 
 static const struct { const char *by, *name; } endings[] = {  // what ends an answer, or thinking
     [BY_BUDGET] = {"-r", NULL},
     [COMPLETE] = {"an end token", "stop"},  // name: "end" of an object
+    [IN_THINKING] = {"an end token", "thinking"},
     [LIMIT_REACHED] = {"-n", "length"},
     [CONTEXT_ENDED] = {"a full context (-c)", "context"},
     [REPEATS] = {"repeating itself (-e 1.1 helps, -n -1 lets it go on)", "loop"}};
 _Static_assert(REPEATS + 1 == INTERRUPTED, "an ending has its names here");
 
+// With given answers only thinking is drawn. Returns COMPLETE where it ends, or does not begin.
+static Ending accept_thinking(const Tokenizer *tok, Text *t, int id) {
+    Slot *slot = t->slot;
+    const bool was_thinking = t->writer->thinking;
+    if (!was_thinking && id != tok->think) return COMPLETE;  // this id is dropped
+    const Ending ending = append_id(tok, t, id);
+    if (!t->writer->thinking) return COMPLETE;
+    slot->thought += was_thinking && ending != COMPLETE;  // no <think>, no stop id
+    if (ending == GOES_ON && slot->thought < slot->engine->budget) return GOES_ON;
+    slot->closed_by = ending;
+    return COMPLETE;
+}
+
 static Ending accept_id(const Tokenizer *tok, Text *t, int id) {
     Slot *slot = t->slot;
     const Engine *e = slot->engine;
-    const bool chooses = e->n_choices > 0, was_thinking = t->writer->thinking;
-    if (chooses && !was_thinking && id != tok->think) return COMPLETE;  // this id is dropped
+    const bool was_thinking = t->writer->thinking;
+    if (e->kind >= CHOICES) return accept_thinking(tok, t, id);
     Ending ending = append_id(tok, t, id);
-    if (!t->writer->thinking) return chooses ? COMPLETE : ending;
-    if (was_thinking && ending != COMPLETE) slot->thought++;  // no <think>, no stop id
+    if (!t->writer->thinking) return ending;
+    if (ending == COMPLETE) return IN_THINKING;
+    slot->thought += was_thinking;  // <think> does not count
+    const bool spent = ending == GOES_ON && slot->thought >= e->budget;
     const bool repeats = ending == REPEATS && slot->closed_by != REPEATS;
-    const bool closes = ending == GOES_ON ? slot->thought >= e->budget : repeats || chooses;
-    if (!closes) return ending;
+    if (!spent && !repeats) return ending;
     slot->closed_by = ending;
-    if (chooses) return COMPLETE;
     if (repeats) t->repeats = 0;
     ending = GOES_ON;
     for (size_t i = 0; i < e->budget_text.n && ending == GOES_ON; i++)
@@ -2715,7 +2741,8 @@ static Ending accept_id(const Tokenizer *tok, Text *t, int id) {
 // thinking is drawn, if any. Then the last logits give the first id of each TEXT its nll. Then each
 // TEXT of more ids follows, one after the other: so the blocks of the prompt and the thinking stay.
 // Where one TEXT begins another, the answer also has to end after the shorter one. So at most one
-// comes true, and probabilities can be added up.
+// comes true, and probabilities can be added up. All texts have the same TEXTs, or each has its own
+// (-o @NAME).
 
 static double logit_of(const Tokenizer *tok, const float *logits, int id) {
     double max = -INFINITY, sum = 0;
@@ -2725,89 +2752,124 @@ static double logit_of(const Tokenizer *tok, const float *logits, int id) {
     return max + log(sum);  // the probabilities of several ids add up
 }
 
-static void encode_choices(Engine *e) {
+static void add_choice(Choices *all, Bytes text) {
+    all->p = grow(all->p, &all->cap, all->n, 1, sizeof(Choice));
+    all->p[all->n] = (Choice){0};
+    buffer_add(&all->p[all->n++].text, text);
+}
+
+// Returns a text without the blanks at its end.
+static Bytes strip_end(Bytes text) {
+    while (text.n && isspace(text.p[text.n - 1])) text.n--;
+    return text;
+}
+
+// Encodes the given answers: of all texts, or of the next one. That may have `ids` of a raw prompt:
+// then prompt and TEXT are encoded together, as lm-evaluation-harness does, and the ids after as
+// many as the prompt has are the TEXT's. (Where the boundary merges, those before differ, too.)
+// Returns what is wrong with them, or NULL.
+static const char *encode_choices(Engine *e, Bytes prompt, const Ids *ids) {
+    static char what[300];
+    const Tokenizer *tok = &e->tokenizer;
+    Choices *all = &e->choices;
     size_t longest = 0;
-    if (e->n_choices == 0) return;  // `choices` is NULL
-    Choice *const end = e->choices + e->n_choices;
-    for (Choice *c = e->choices; c < end; c++) {
-        encode_part(&e->tokenizer, c->text, e->mode == GENERATE, &c->ids);
+    if (all->n == 0) return NULL;  // all->p is NULL
+    const size_t special = !ids ? 0 : strip_end(prompt).n ? tok->prefix.n : ids->n;
+    all->before = ids ? ids->n : 0;
+    for (Choice *c = all->p; c < all->p + all->n; c++) {
+        Buffer text = {0};
+        if (ids) buffer_add(&text, prompt);
+        buffer_add(&text, bytes_of(&c->text));
+        for (size_t i = 0; i < special; i++) ids_add(&c->ids, ids->p[i]);
+        encode_part(tok, bytes_of(&text), e->mode == GENERATE, &c->ids);
+        free(text.p);
         if (c->ids.n > longest) longest = c->ids.n;
-        for (size_t i = 0; i < c->ids.n; i++)
-            if (is_stop(&e->tokenizer, c->ids.p[i]))
-                die("-o: %.*s has a token that ends answers, expected texts without one",
-                    (int)c->text.n, c->text.p);
     }
-    for (Choice *c = e->choices; c < end; c++) {
+    for (Choice *c = all->p; c < all->p + all->n; c++) {
         const size_t n = c->ids.n;
+        const char *wrong = n > all->before ? NULL : "adds no token to the prompt";
         bool begins = false;  // another one
-        for (Choice *other = e->choices; other < end; other++) {
+        for (size_t i = all->before; i < n; i++)
+            if (is_stop(tok, c->ids.p[i])) wrong = "has a token that ends answers, expected none";
+        for (const Choice *other = all->p; !wrong && other < all->p + all->n; other++) {
             if (other == c || other->ids.n < n) continue;
             if (memcmp(other->ids.p, c->ids.p, n * sizeof(int)) != 0) continue;
-            if (other->ids.n == n)
-                die("-o: two answers have the same tokens: %.*s, %.*s", (int)c->text.n, c->text.p,
-                    (int)other->text.n, other->text.p);
+            if (other->ids.n == n) wrong = "has the same tokens as another answer";
             begins = true;
         }
+        if (wrong) {
+            snprintf(what, sizeof(what), "%.*s: %s", (int)min_size(c->text.n, 200), c->text.p,
+                     wrong);
+            return what;
+        }
+        c->n_tokens = n - all->before;
         if (begins) ids_add(&c->ids, ANY_STOP);
     }
-    e->reserve = longest + (e->may_think ? e->budget_text.n + 1 : 0);
+    e->reserve = longest - all->before + (e->may_think ? e->budget_text.n + 1 : 0);
+    return NULL;
+}
+
+// Ends the thinking, if there is any, in spite of -n.
+static void end_thinking(Engine *e, Text *t) {
+    const bool closed = t->ids.p[t->ids.n - 1] == e->tokenizer.end_think;
+    const Ids *ids = t->writer->thinking ? &e->budget_text : closed ? &e->after_think : NULL;
+    drop_after(e, t, min_size(t->n_run, t->ids.n - 1));  // the logits are needed once more
+    for (size_t i = 0; ids && i < ids->n; i++) append_id(&e->tokenizer, t, ids->p[i]);
+    t->max_ids = t->ids.n;  // so draw_next returns LIMIT_REACHED once the last id has run
+    t->context = e->model.state.context;
+    t->slot->choice = FIRST_IDS;
+}
+
+static void score_first_ids(Engine *e, Text *t) {
+    Slot *slot = t->slot;
+    const Choices *all = &slot->own.choices;
+    float *logits = logits_at_end(e, t);
+    for (int i = 0; i < all->n; i++) slot->own.nll[i] = -logits[all->p[i].ids.p[0]];
+    const double sum = log_sum_exp(logits, e->tokenizer.vocab_size);
+    for (int i = 0; i < all->n; i++) slot->own.nll[i] += sum;
+    slot->counted = t->ids.n - t->n_prompt;
+    t->n_prompt = t->ids.n;  // what all TEXTs follow
 }
 
 // Goes on with what is next (see Slot.choice). Returns false after the last TEXT, or if one fails.
 static bool next_choice(Engine *e, Text *t) {
     Slot *slot = t->slot;
+    const Choices *all = &slot->own.choices;
     if (t->ending == FAILED) return false;
-    if (slot->choice == THINKS) {  // the thinking has ended: its end follows, in spite of -n
-        const bool closed = t->ids.p[t->ids.n - 1] == e->tokenizer.end_think;
-        const Ids *ids = t->writer->thinking ? &e->budget_text : closed ? &e->after_think : NULL;
-        drop_after(e, t, min_size(t->n_run, t->ids.n - 1));  // the logits are needed once more
-        for (size_t i = 0; ids && i < ids->n; i++) append_id(&e->tokenizer, t, ids->p[i]);
-        t->max_ids = t->ids.n;  // nothing more is drawn
-        t->context = e->model.state.context;
-        slot->choice = FIRST_IDS;
-        return true;
-    }
-    if (slot->choice == FIRST_IDS) {
-        float *logits = logits_at_end(e, t);
-        for (int i = 0; i < e->n_choices; i++) slot->own.nll[i] = -logits[e->choices[i].ids.p[0]];
-        const double all = log_sum_exp(logits, e->tokenizer.vocab_size);
-        for (int i = 0; i < e->n_choices; i++) slot->own.nll[i] += all;
-        slot->counted = t->ids.n - t->n_prompt;
-        t->n_prompt = t->ids.n;  // what all TEXTs follow
-    } else {
-        slot->own.nll[slot->choice] = t->nll;
-    }
-    while (++slot->choice < e->n_choices) {
-        const Ids *ids = &e->choices[slot->choice].ids;
-        slot->counted += ids->n - (ids->p[ids->n - 1] == ANY_STOP);
-        t->nll = slot->own.nll[slot->choice];
+    if (slot->choice == THINKS) return end_thinking(e, t), true;
+    if (slot->choice == FIRST_IDS) score_first_ids(e, t);
+    else slot->own.nll[slot->choice] = t->nll;
+    while (++slot->choice < all->n) {
+        const Choice *c = &all->p[slot->choice];
+        const size_t from = t->n_prompt - all->before;
+        size_t same = from;
+        slot->counted += c->n_tokens;
+        t->nll = all->before ? 0 : slot->own.nll[slot->choice];
         t->ending = isfinite(t->nll) ? COMPLETE : FAILED;
         if (t->ending == FAILED) return false;
-        if (ids->n == 1) continue;  // it is known
-        drop_after(e, t, t->n_prompt);
-        t->ids.n = t->n_prompt;
-        t->target = t->ids.n + 1;
-        for (size_t i = 0; i < ids->n; i++) ids_add(&t->ids, ids->p[i]);
+        if (c->ids.n == 1) continue;  // it is known
+        t->target = t->n_prompt + (all->before == 0);
+        while (same + 1 < t->target && t->ids.p[same] == c->ids.p[same - from]) same++;
+        drop_after(e, t, same);
+        t->ids.n = from;
+        for (size_t i = 0; i < c->ids.n; i++) ids_add(&t->ids, c->ids.p[i]);
         return true;
     }
     return false;
 }
 
-// Limits the thinking of a new prompt, and ends it if there can be none.
-static void start_choices(Engine *e, Text *t, bool may_think) {
-    t->context -= min_size(t->context, e->reserve + 1);
-    if (!may_think || e->max_new == 0 || t->ids.n > t->context) next_choice(e, t);
-}
-
-// Returns the likeliest TEXT's number. With its nll, best, exp(best - nll) / *sum is the share of
-// one, and exp(-best) * *sum the probability of all. Their order on the command line changes no bit
-// because integers are added, of 2^-60.
-static int find_likeliest(const Engine *e, const double *nll, double *sum) {
+// Returns the likeliest TEXT's number, best. exp(nll[best] - nll[i]) / *sum is the share of TEXT i,
+// *mass the probability of all. Terms are added as integers, of 2^-60: so the order of the TEXTs
+// changes no bit.
+static int find_likeliest(const Slot *slot, double *sum, double *mass) {
+    const double *nll = slot->own.nll;
+    const int n = slot->own.choices.n;
     __uint128_t all = 0;
     int best = 0;
-    for (int i = 1; i < e->n_choices; i++) best = nll[i] < nll[best] ? i : best;
-    for (int i = 0; i < e->n_choices; i++) all += (uint64_t)ldexp(exp(nll[best] - nll[i]), 60);
+    for (int i = 1; i < n; i++) best = nll[i] < nll[best] ? i : best;
+    for (int i = 0; i < n; i++) all += (uint64_t)ldexp(exp(nll[best] - nll[i]), 60);
     *sum = ldexp((double)all, -60);
+    *mass = exp(-nll[best]) * *sum;
     return best;
 }
 
@@ -2815,7 +2877,7 @@ static int find_likeliest(const Engine *e, const double *nll, double *sum) {
 // Requests: each prompt gets an answer, an embedding or a score. A text longer than the context is
 // scored in pieces: each begins with the last id of the one before.
 
-static const char *not_finite(const Engine *e) {
+static const char *damage_error(const Engine *e) {
     return e->mode == EMBED ? "model: the vector is not finite; is the file damaged?"
                             : "model: the logits are not finite; is the file damaged?";
 }
@@ -2837,10 +2899,12 @@ static bool next_piece(Engine *e, Text *t) {
 // thinking.
 static Text *add_text(Engine *e, const Ids *prompt, uint64_t rng, bool goes_on) {
     Text *t = e->order[e->most_texts], **place = e->order + e->n_texts++;
-    const size_t n = prompt->n, context = e->model.state.context;
-    const size_t vocab_size = e->tokenizer.vocab_size;
+    const size_t n = prompt->n, vocab_size = e->tokenizer.vocab_size;
+    const size_t context = e->model.state.context;
+    const size_t kept = e->kind >= CHOICES ? min_size(context, e->reserve + 1) : 0;
     Slot *slot = t->slot;
     Ids *all = &slot->own.all;
+    const Choices last = slot->own.choices;
     memmove(place + 1, place, (e->order + e->most_texts - place) * sizeof(*place));
     *place = t;
     drop_after(e, t, 0);
@@ -2848,19 +2912,24 @@ static Text *add_text(Engine *e, const Ids *prompt, uint64_t rng, bool goes_on) 
     memcpy(all->p, prompt->p, n * sizeof(int));
     all->n = n;
     slot->own.out.n = 0;
+    slot->own.nll = grow(slot->own.nll, &slot->own.nll_cap, 0, e->choices.n, sizeof(double));
+    slot->own.choices = e->choices;
+    if (e->kind == OWN_CHOICES) e->choices = last;  // whose memory the next text's take
     *slot = (Slot){.engine = e, .own = slot->own, .start = now(), .closed_by = NOT_CLOSED,
                    .choice = THINKS};
-    *t = (Text){.ids = *all, .target = n, .n_prompt = n, .context = context,
+    *t = (Text){.ids = *all, .target = n, .n_prompt = n,
+                .context = context - kept,
                 .max_ids = e->max_new < 0 ? SIZE_MAX : n + e->max_new, .embeds = e->mode == EMBED,
-                .watched = e->guarded ? n : SIZE_MAX / 2,
+                .watched = e->guarded ? n : INT_MAX,
                 .sampler = t->sampler, .writer = t->writer, .slot = slot};
     t->sampler.rng = rng;
     memset(t->sampler.in_answer, 0, vocab_size * sizeof(bool));
     memset(t->sampler.seen, 0, vocab_size * sizeof(bool));
     for (size_t i = 0; i < n; i++) t->sampler.seen[prompt->p[i]] = true;
-    if (e->mode == PERPLEXITY) t->ids.n = 1, next_piece(e, t);
+    if (e->mode == PERPLEXITY) t->ids.n = 1, next_piece(e, t);  // as if its first id were a piece
     writer_thinks(t->writer, e->thinks && !goes_on);
-    if (e->n_choices) start_choices(e, t, e->may_think && !goes_on);
+    const bool may_think = e->may_think && !goes_on && e->max_new != 0 && n <= t->context;
+    if (e->kind >= CHOICES && !may_think) end_thinking(e, t);
     return t;
 }
 
@@ -2878,7 +2947,8 @@ static void remove_text(Engine *e, Text *t) {
 // Goes on with the next piece or given answer where a text has ended, else frees its place. Returns
 // whether all of the request is done.
 static bool end_text(Engine *e, Text *t) {
-    const bool more = e->n_choices ? next_choice(e, t) : e->mode == PERPLEXITY && next_piece(e, t);
+    const bool more = e->kind >= CHOICES ? next_choice(e, t)
+                                         : e->kind == PERPLEXITY && next_piece(e, t);
     if (more) t->ending = GOES_ON;
     else remove_text(e, t);
     return !more;
@@ -2897,8 +2967,8 @@ typedef struct {  // of the command line. Not given: NULL, or -1 of a number wit
     const char *system;    // -y
     const char *stop;      // -x
     const char *answers;   // -o
-    Choice *choices;       // (n_choices) the TEXTs of -o
-    int n_choices;
+    Choices choices;       // its TEXTs, or
+    const char *member;    // NAME of -o @NAME
     int mode;
     int think;
     int n;                 // -1: no limit, -2: none but for an answer that repeats itself
@@ -2972,6 +3042,7 @@ typedef struct {
     bool switched_on;   // -r has switched it on
     bool dialogue;      // a conversation at a terminal: it goes on after a wrong message
     bool gave_notices;
+    bool gave_blank_choice, gave_blank_prompt;  // their notices
     Buffer not_utf8;    // the notice of the first text that is not UTF-8
     bool gave_not_utf8;
     Conversation conversation;  // of a chat, or of a list's line
@@ -2987,7 +3058,7 @@ typedef struct {
 
 // Returns whether ids are drawn: of answers, or with -o of thinking before them, unless -n is 0.
 static bool draws_ids(const Engine *e) {
-    return modes[e->mode].has_answers && (!e->n_choices || (e->may_think && e->max_new));
+    return modes[e->mode].has_answers && (e->kind < CHOICES || (e->may_think && e->max_new));
 }
 
 // Returns what is wrong with a prompt, or NULL. Before it is encoded, ids is NULL, and the fewest
@@ -3054,6 +3125,24 @@ static void show_settings(const App *app) {
         report("system prompt of the chat template: %.*s", (int)min_size(text.n, 4000), text.p);
 }
 
+// Says once if a TEXT, and if a prompt before TEXTs has a blank where answers mostly have none.
+static void check_blanks(App *app) {
+    const Engine *e = &app->engine;
+    const Ids *ids = &app->prompt;
+    const bool raw = e->mode == GENERATE;
+    for (int i = 0; i < e->choices.n && !app->gave_blank_choice; i++) {
+        const Bytes text = bytes_of(&e->choices.p[i].text);
+        app->gave_blank_choice = strip_end(text).n < text.n || (!raw && isspace(*text.p));
+        if (app->gave_blank_choice)
+            notice("-o: \"%.*s\" begins or ends with a blank, which counts", (int)text.n, text.p);
+    }
+    if (!raw || e->kind != CHOICES || ids->n == 0 || app->gave_blank_prompt) return;
+    const Bytes last = e->tokenizer.text[ids->p[ids->n - 1]];
+    app->gave_blank_prompt = strip_end(last).n < last.n;
+    if (app->gave_blank_prompt)
+        notice("prompt: ends in a blank, expected it in -o instead, at each TEXT's start");
+}
+
 // Writes what stderr says before the model runs: the prompt's ids, and the first time the notices.
 static void give_notices(App *app) {
     const Options *o = &app->options;
@@ -3071,6 +3160,7 @@ static void give_notices(App *app) {
     if (app->not_utf8.n && !app->gave_not_utf8)
         notice("%.*s", (int)app->not_utf8.n, (char *)app->not_utf8.p);
     app->gave_not_utf8 = app->not_utf8.n;
+    check_blanks(app);
     if (app->gave_notices) return;
     app->gave_notices = true;
     if (o->verbose) show_settings(app);
@@ -3130,17 +3220,25 @@ static void buffer_add_ids(Buffer *b, const Ids *ids, bool array) {
 #define NLL_DIGITS 6
 #endif
 
-// Appends the likeliest given answer, then the members "p" and "mass" with the probabilities.
-static void buffer_add_choices(Buffer *out, const Engine *e, const Text *t) {
-    double sum, *nll = t->slot->own.nll;
-    const int best = find_likeliest(e, nll, &sum);
-    buffer_add_json(out, e->choices[best].text);
-    for (int i = 0; i < e->n_choices; i++) {
+// Appends the likeliest given answer, then the other members of modes[kind].
+static void buffer_add_choices(Buffer *out, const Slot *slot, int kind) {
+    const Choices *all = &slot->own.choices;
+    const double *nll = slot->own.nll;
+    double sum, mass;
+    const int best = find_likeliest(slot, &sum, &mass);
+    buffer_add_json(out, bytes_of(&all->p[best].text));
+    for (int i = 0; i < all->n; i++) {
         buffer_add(out, bytes(i ? "," : ",\"p\":{"));
-        buffer_add_json(out, e->choices[i].text);
+        buffer_add_json(out, bytes_of(&all->p[i].text));
         buffer_print(out, ":%.*g", SCORE_DIGITS, exp(nll[best] - nll[i]) / sum);
     }
-    buffer_print(out, "},\"mass\":%.*g", SCORE_DIGITS, exp(-nll[best]) * sum);
+    buffer_print(out, "},\"mass\":%.*g", SCORE_DIGITS, mass);
+    if (kind == CHOICES) return;
+    for (int i = 0; i < all->n; i++)
+        buffer_print(out, "%s%.*g", i ? "," : ",\"nll\":[", SCORE_DIGITS, nll[i]);
+    for (int i = 0; i < all->n; i++)
+        buffer_print(out, "%s%zu", i ? "," : "],\"tokens\":[", all->p[i].n_tokens);
+    buffer_add(out, bytes("]"));
 }
 
 static void buffer_add_score(Buffer *out, const Text *t, bool object) {
@@ -3150,18 +3248,16 @@ static void buffer_add_score(Buffer *out, const Text *t, bool object) {
                  NLL_DIGITS, nll, fmin(ppl, most));
 }
 
-static int result_kind(const Engine *e) { return e->n_choices ? CHOICES : (int)e->mode; }
-
 // Ends a line with the result of a text (TOKENIZE: of ids) or its error. These are members if the
 // line is an object already, or of given answers.
 static void add_result(Buffer *line, const Engine *e, const Text *t, const Ids *ids,
                        const char *error) {
-    const int kind = result_kind(e);
+    const int kind = e->kind;
     if (kind == CHOICES && line->n == 0 && !error) buffer_add(line, bytes("{"));
     const bool object = line->n > 0;
     if (object) buffer_print(line, "\"%s\":", modes[kind].members[0]);
     if (error) buffer_add(line, bytes("null"));
-    else if (kind == CHOICES) buffer_add_choices(line, e, t);
+    else if (kind >= CHOICES) buffer_add_choices(line, t->slot, kind);
     else if (kind == EMBED) buffer_add(line, bytes_of(&t->slot->own.out));
     else if (kind == TOKENIZE) buffer_add_ids(line, ids, object);
     else if (kind == PERPLEXITY) buffer_add_score(line, t, object);
@@ -3169,7 +3265,7 @@ static void add_result(Buffer *line, const Engine *e, const Text *t, const Ids *
     if (object && error) {
         buffer_add(line, bytes(",\"error\":"));
         buffer_add_json(line, bytes(error));
-    } else if (object && modes[kind].has_answers && kind != CHOICES) {
+    } else if (object && modes[kind].has_answers && kind < CHOICES) {
         buffer_print(line, ",\"end\":\"%s\"", endings[t->ending].name);
     }
     buffer_add(line, bytes(object ? "}\n" : "\n"));
@@ -3188,14 +3284,26 @@ static Ending embed_text(const Model *m, Text *t, float *x) {
     return isfinite(squares) ? COMPLETE : FAILED;
 }
 
-// Writes the likeliest TEXT, and to stderr the line that a list would have.
-static void write_choices(const Engine *e, const Text *t) {
-    double sum;
+#define UNLIKELY \
+    "choices: mass below 0.1 in %zu of %zu texts: the model would answer something else"
+
+// Writes the likeliest TEXT, and to stderr how likely each one is.
+static void write_choices(const Text *t) {
+    const Choices *all = &t->slot->own.choices;
+    const double *nll = t->slot->own.nll;
+    double sum, mass;
+    const int best = find_likeliest(t->slot, &sum, &mass);
     Buffer line = {0};
-    buffer_add(&t->writer->held, e->choices[find_likeliest(e, t->slot->own.nll, &sum)].text);
+    buffer_add(&t->writer->held, bytes_of(&all->p[best].text));
     writer_end(t->writer);
-    add_result(&line, e, t, NULL, NULL);
+    for (int i = 0; i < all->n; i++) {
+        buffer_add(&line, bytes(i ? ", " : "qwen3: choices: "));
+        add_printable(&line, bytes_of(&all->p[i].text), false);
+        buffer_print(&line, " %.6f", exp(nll[best] - nll[i]) / sum);
+    }
+    buffer_print(&line, " (%.6f of all answers)\n", mass);
     if (!quiet) fwrite(line.p, 1, line.n, stderr);
+    if (mass < 0.1) notice(UNLIKELY, (size_t)1, (size_t)1);
     free(line.p);
 }
 
@@ -3234,7 +3342,7 @@ static Text *run_request(App *app) {
     }
     progress_end();
     if (e->n_texts > 0) remove_text(e, t);  // stopped
-    if (t->ending == FAILED) die("%s", not_finite(e));
+    if (t->ending == FAILED) die("%s", damage_error(e));
     if (e->prompt_end == 0) e->prompt_end = now();
     return t;
 }
@@ -3260,7 +3368,7 @@ static void report_ending(const App *app, const Text *t, bool in_thinking) {
 static void show_statistics(const App *app, const Text *t, double start) {
     const Engine *e = &app->engine;
     const size_t n = app->prompt.n, done = t->ending == INTERRUPTED ? min_size(t->n_run, n) : n;
-    const size_t drawn = e->n_choices ? t->slot->counted : t->ids.n - t->n_prompt;
+    const size_t drawn = e->kind >= CHOICES ? t->slot->counted : t->ids.n - t->n_prompt;
     const double p = done / (e->prompt_end - start + 1e-9);    // prompt tokens/s
     const double g = drawn / (now() - e->prompt_end + 1e-9);   // and the answer's
     char seed[32] = "";
@@ -3292,7 +3400,7 @@ static bool respond(App *app) {
     const bool in_thinking = t->writer->thinking;  // before writer_end
     app->rng = t->sampler.rng;
     for (size_t i = t->n_prompt; i < t->ids.n; i++) ids_add(&message->ids, t->ids.p[i]);
-    if (e->n_choices && t->ending == COMPLETE) write_choices(e, t);
+    if (e->kind >= CHOICES && t->ending == COMPLETE) write_choices(t);
     else writer_end(t->writer);
     report_ending(app, t, in_thinking);
     show_statistics(app, t, start);
@@ -3643,7 +3751,6 @@ static void prepare_places(App *app) {
         Text *t = e->order[i] = &e->places[i];
         t->slot = &e->slots[i];
         t->slot->own.blocks = alloc(e->model.state.context, sizeof(int), "the texts");
-        t->slot->own.nll = alloc(o->n_choices, sizeof(double), "the texts");
         t->sampler = s;
         t->sampler.in_answer = alloc(tok->vocab_size, sizeof(bool), "the sampler");
         t->sampler.seen = alloc(tok->vocab_size, sizeof(bool), "the sampler");
@@ -3671,13 +3778,13 @@ static void prepare_answers(App *app) {
     e->max_new = o->n;
     e->guarded = o->n < -1;
     e->choices = o->choices;
-    e->n_choices = o->n_choices;
     e->budget = o->think > 1 ? o->think : INT_MAX;
     find_thinking(app);
     if (e->mode == CHAT) stop_at_turn_end(&e->tokenizer);
-    encode_part(&e->tokenizer, bytes(budget_text), true, &e->budget_text);
+    encode_part(&e->tokenizer, bytes(end_of_budget), true, &e->budget_text);
     encode_part(&e->tokenizer, bytes("\n\n"), true, &e->after_think);
-    encode_choices(e);
+    const char *error = encode_choices(e, (Bytes){0}, NULL);
+    if (error) die("-o: %s", error);
 }
 
 // Ends the program if MODEL is no file, or another one than was meant.
@@ -3722,11 +3829,12 @@ static void load_model(App *app) {
         die("%s: missing, expected beside the model, where export.py writes it", file);
     tokenizer_load(&e->tokenizer, file, c->vocab_size);
     e->mode = o->mode < 0 ? e->tokenizer.tables->mode : (Mode)o->mode;
+    e->kind = o->member ? OWN_CHOICES : o->choices.n ? CHOICES : (int)e->mode;
     c->cache_bits = o->cache_bits;
     if (c->cache_bits == 8 && c->head_dim % 16)
         die("-C 8: expected heads of a multiple of 16, found %d (%s)", c->head_dim, o->model);
     const int context = choose_context(app);
-    if (o->n_choices && !modes[e->mode].has_answers)
+    if (o->answers && !modes[e->mode].has_answers)
         die_usage("-o: %s is made for -m %s, expected one that answers", o->model,
                   modes[e->mode].name);
     if (e->mode == TOKENIZE) return;
@@ -3769,10 +3877,11 @@ static bool read_prompt(App *app) {
 // ------------------------------------------------------------------------------------------------
 // Raw texts: the modes that take a text as it is
 
-// Encodes the prompt of a mode other than chat. An answer needs at least one id before it.
+// Encodes the prompt of a mode other than chat. An answer needs at least one id before it. (The
+// blanks before a text's own given answers are encoded with these.)
 static void encode_text(const App *app, Bytes text, Ids *ids) {
     const Engine *e = &app->engine;
-    encode_raw(&e->tokenizer, text, ids);
+    encode_raw(&e->tokenizer, e->kind == OWN_CHOICES ? strip_end(text) : text, ids);
     if (e->mode == GENERATE && ids->n == 0) ids_add(ids, e->tokenizer.end_of_text);
 }
 
@@ -3997,6 +4106,23 @@ static void json_object(Json *j, int kind, Buffer *out) {
     if (!j->error) j->rest = text.n ? text : messages;
 }
 
+// Takes the given answers of an object's member `name`. Returns what is wrong with it, or NULL.
+static const char *take_choices(Json object, const char *name, Choices *all) {
+    Json array = json_member(object, name);
+    Json start = array.rest.n ? array : object;  // for the message
+    bool good = json_take(&array, "[");
+    for (; all->n > 0; all->n--) {  // of an earlier object
+        free(all->p[all->n - 1].text.p);
+        free(all->p[all->n - 1].ids.p);
+    }
+    for (int i = 0; good && json_next(&array, "]", i == 0); i++) {
+        good = json_take_string(&array) && object.text->n;
+        if (good) add_choice(all, bytes_of(object.text));
+    }
+    json_check(&start, good && all->n > 1, name, "an array of two or more strings, none empty");
+    return start.error;
+}
+
 // Parses one line. A string goes to j->text. Messages go to `talk`, if that is not NULL: a system
 // message at their start replaces that of -y. Of an object see json_object.
 static void json_line(Json *j, Conversation *talk, int kind, Buffer *out) {
@@ -4037,6 +4163,7 @@ typedef struct {
     size_t drawn;           // tokens of all answers
     size_t endings[FAILED + 1];  // answers by their end
     size_t in_thinking;     // answers that ended inside it
+    size_t unlikely;        // given answers of less mass than 0.1
     size_t closed[NOT_CLOSED + 1]; // thinkings by what ended them: see endings
     size_t pieces;          // texts that are scored in pieces
     bool gave_notice;       // of what has no effect; of plain lines that look like CSV
@@ -4088,12 +4215,15 @@ static void end_line(List *l, size_t number, const Text *t, const Ids *ids, cons
 // Counts a text that has ended, unless FILE has its result.
 static void count_text(List *l, const Text *t) {
     const Slot *slot = t->slot;
+    double sum, mass = 1;
     if (slot->number < l->in_file) return;
     l->prompt_tokens += slot->own.all.n;
     l->cached += slot->cached;
-    l->drawn += l->e->n_choices ? slot->counted : t->ids.n - t->n_prompt;
+    l->drawn += l->e->kind >= CHOICES ? slot->counted : t->ids.n - t->n_prompt;
     l->endings[t->ending]++;
     l->in_thinking += t->writer->thinking;
+    if (l->e->kind >= CHOICES && t->ending == COMPLETE) find_likeliest(slot, &sum, &mass);
+    l->unlikely += mass < 0.1;
     l->closed[slot->closed_by]++;
     l->pieces += l->e->mode == PERPLEXITY && slot->own.all.n > t->context;
 }
@@ -4145,7 +4275,7 @@ static const char *take_line(List *l, Bytes *line, Buffer *out) {
     conversation_drop(talk, 0, talk->n);
     if (chat && o->system) conversation_add(talk, SYSTEM, bytes(o->system));
     const size_t before = talk->n;
-    if (o->json_list) json_line(&j, chat ? talk : NULL, result_kind(l->e), out);
+    if (o->json_list) json_line(&j, chat ? talk : NULL, l->e->kind, out);
     else check_plain(l, j);
     if (j.error && l->read == 0) give_hint(l, *line);
     const bool messages = talk->n > before;
@@ -4175,22 +4305,30 @@ static size_t text_size(const ChatFormat *f, const Conversation *talk) {
 // Encodes a line into app->prompt. Of an object, the members that it keeps go to `out`. Returns
 // what is wrong with the line, or NULL; after Ctrl-C these may not be all ids.
 static const char *encode_line(List *l, Bytes line, Buffer *out) {
+    static const char too_long[] = "too long, expected at most 1 GB, less where memory is small";
     App *app = l->app;
-    const Engine *e = l->e;
+    Engine *e = l->e;
     Ids *ids = &app->prompt;
+    const Json object = {.rest = line, .n = line.n, .text = &app->input};
+    const bool chat = e->mode == CHAT, own = e->kind == OWN_CHOICES;
     const Conversation *talk = &app->conversation;
     const char *instruction = app->options.text ? app->options.text : "";
-    if (line.n + strlen(instruction) > l->in.most)
-        return "too long, expected at most 1 GB, and less where memory is small";
+    if (line.n + strlen(instruction) > l->in.most) return too_long;
     const char *error = take_line(l, &line, out);
+    if (own) e->reserve = 0;  // not known yet
+    if (!error && own) error = take_choices(object, app->options.member, &e->choices);
     if (error) return error;
     const size_t size = text_size(&e->tokenizer.chat, talk);
+    if (own && (size + 100.0) * e->choices.n > l->in.most) return too_long;  // encoded with each
     error = wrong_length(app, size, NULL);
     if (error) return error;
     ids->n = 0;
-    if (e->mode == CHAT) render(&e->tokenizer, talk, 0, app->switched_on, ids);
+    if (chat) render(&e->tokenizer, talk, 0, app->switched_on, ids);
     else encode_text(app, bytes_of(&talk->p[0].text), ids);
-    return interrupted ? NULL : wrong_length(app, line.n, ids);
+    if (own) error = encode_choices(e, bytes_of(&talk->p[0].text), chat ? NULL : ids);
+    if (!error && !interrupted) error = wrong_length(app, line.n, ids);
+    if (!error) check_blanks(app);
+    return error;
 }
 
 // Encodes a line. Its text waits to run. If it is wrong, or only tokenized, it is done at once.
@@ -4272,11 +4410,12 @@ static int report_list(const List *l) {
         return status;
     }
     for (int i = 0; i < NOT_CLOSED; i++) {
-        const size_t n_closed = l->closed[i], n_ended = i > COMPLETE ? l->endings[i] : 0;
+        const size_t n_closed = l->closed[i], n_ended = i > IN_THINKING ? l->endings[i] : 0;
         if (n_ended) notice("answers: ended by %s: %zu", endings[i].by, n_ended);
         if (n_closed) notice("answers: thinking ended by %s: %zu", endings[i].by, n_closed);
     }
     if (l->in_thinking) notice("answers: ended inside their thinking: %zu", l->in_thinking);
+    if (l->unlikely) notice(UNLIKELY, l->unlikely, l->endings[COMPLETE]);
     if (l->failed > 1) notice("texts: ended in an error: %zu", l->failed);
     if (l->pieces) notice("texts: scored in pieces of %d tokens (-c): %zu", context, l->pieces);
     if (interrupted)
@@ -4308,7 +4447,7 @@ static int run_list(List *l) {
             }
             count_text(l, t);
             writer_end(t->writer);
-            end_line(l, t->slot->number, t, NULL, t->ending == FAILED ? not_finite(l->e) : NULL);
+            end_line(l, t->slot->number, t, NULL, t->ending == FAILED ? damage_error(l->e) : NULL);
         }
     }
     if (l->tail.n && !interrupted)
@@ -4398,6 +4537,7 @@ static const char usage[] =  // after the line of --version
     "  -y TEXT    system prompt (chat) [none]\n"
     "  -r 0|1|N   thinking off, on, or on for at most N tokens (chat) [0]\n"
     "  -o TEXT|TEXT...  how likely each of these answers is; the likeliest is written\n"
+    "  -o @NAME   with -L: the same of the answers in each object's array NAME\n"
     "  -t FLOAT   temperature, 0 is greedy [the checkpoint's; without thinking 0.7]\n"
     "  -p FLOAT   top-p, above 0 and up to 1 [the checkpoint's; without thinking 0.8]\n"
     "  -k INT     top-k, 0 is off [the checkpoint's; without thinking 20]\n"
@@ -4507,24 +4647,26 @@ static void set_option(Options *o, const Option *option, const char *value) {
     if (option->type == MODE || option->type == INTEGER) *(int *)place = (int)number;
 }
 
-// Splits -o into its TEXTs. Ends the program if it can have no effect.
+// Splits -o into its TEXTs, or finds the NAME of @NAME. Ends the program if it can have no effect.
 static void split_answers(Options *o) {
-    size_t cap = 0;
-    for (const char *text = o->answers; text; o->n_choices++) {
+    const char *text = o->answers;
+    o->member = text && *text == '@' && !strchr(text, '|') ? text + 1 : NULL;
+    if (o->member && (!o->json_list || !*o->member))
+        die_usage("-o %s: expected -L FILE, whose objects have this member", text);
+    for (text = o->member ? NULL : text; text; text = *text ? text + 1 : NULL) {
         const size_t n = strcspn(text, "|");
         const Bytes choice = {(const uint8_t *)text, n};
         if (n == 0) die_usage("-o: an empty answer, expected TEXT|TEXT...");
         if (find_bad_byte(choice) < n) die_usage("-o: bytes that are no text, expected UTF-8");
-        for (int i = 0; i < o->n_choices; i++) {
-            if (bytes_equal(o->choices[i].text, choice))
+        for (int i = 0; i < o->choices.n; i++) {
+            if (bytes_equal(bytes_of(&o->choices.p[i].text), choice))
                 die_usage("-o: the answer %.*s twice, expected different ones", (int)n, text);
         }
-        o->choices = grow(o->choices, &cap, o->n_choices, 1, sizeof(Choice));
-        o->choices[o->n_choices] = (Choice){.text = choice};
-        text = text[n] ? text + n + 1 : NULL;
+        add_choice(&o->choices, choice);
+        text += n;
     }
-    if (o->n_choices == 0) return;
-    if (o->n_choices == 1) die_usage("-o: one answer, expected several: TEXT|TEXT...");
+    if (!o->answers) return;
+    if (o->choices.n == 1) die_usage("-o: one answer, expected several: TEXT|TEXT...");
     if (o->mode >= 0 && !modes[o->mode].has_answers)
         die_usage("-o: -m %s has no answers", modes[o->mode].name);
     if (!o->text && !o->file && !is_list(o))

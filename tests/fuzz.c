@@ -600,6 +600,7 @@ static void fuzz_session(Bytes in) {
     e->max_new = o->n;
     e->pass->logit_rows = min_int(e->pass->batch, e->pass->logit_rows);
     e->mode = o->mode < 0 ? CHAT : o->mode;
+    e->kind = o->choices.n ? CHOICES : (int)e->mode;
     if (e->mode == PERPLEXITY && e->model.state.context < 2) return;  // load_model() refuses it
     bool chat = e->mode == CHAT;
     find_thinking(&app);
@@ -630,6 +631,7 @@ static void app_start(App *app, int argc, char **argv) {
     Engine *e = &app->engine;
     *app = (App){.options = parse_options(argc, argv), .engine = {.model = toy, .pass = own_pass(), .tokenizer = tiny}};
     e->mode = app->options.mode;
+    e->kind = app->options.choices.n ? CHOICES : (int)e->mode;
     e->pass->logit_rows = min_int(e->pass->batch, e->pass->logit_rows);
     prepare_answers(app);
     prepare_places(app);
@@ -669,7 +671,7 @@ static Buffer line_alone(int argc, char **argv, Bytes prefix, Bytes text) {
     app_start(&app, argc, argv);
     if (prefix.n) buffer_add(&whole, prefix), buffer_add(&whole, bytes("\n\n"));
     buffer_add(&whole, text);
-    if (app.engine.n_choices > 0) {  // with all probabilities, as a request of its own writes them
+    if (app.engine.kind >= CHOICES) {  // with all probabilities, as a request of its own writes them
         if (app.engine.mode == CHAT && app.options.system) conversation_add(&app.conversation, SYSTEM, bytes(app.options.system));
         if (app.engine.mode == CHAT) conversation_add(&app.conversation, USER, bytes_of(&whole));
         if (app.engine.mode == CHAT) render(&tiny, &app.conversation, 0, app.switched_on, &app.prompt);
