@@ -113,9 +113,15 @@ def test_short_texts(small, tokenizer, kind):
     """What stands at the very beginning and end of a text, through tests/test tokens."""
     r = random.Random("short " + kind)
     texts = EDGES + [make_text(r, kind, r.randint(1, 5)) for _ in range(1000)]
-    plain = plain_tokenizer(tokenizer)
+    assert_all_same(small, tokenizer, texts)
+
+
+def assert_all_same(model, tokenizer, texts):
+    """Of texts in which added tokens count, and of those in which they do not."""
+    data = json.loads(tokenizer.to_str())
+    plain = tokenizers.Tokenizer.from_str(json.dumps(data | {"added_tokens": []}))
     for which, theirs in (("marked", tokenizer), ("plain", plain)):
-        found = records("tokens", small, texts=[(which, text.encode()) for text in texts])
+        found = records("tokens", model, texts=[(which, text.encode()) for text in texts])
         assert len(found) == len(texts)
         for ids, text in zip(found, texts):
             assert_same(ids, theirs, text)
@@ -136,17 +142,7 @@ def test_added_tokens_of_a_fine_tune(tmp_path, tokenizer, normalizer):
     parts = ADDED_LATER + ["\xe9e", "\u1161", "\uac00", "<|", "cafe", "caf", "e", "|>", "<|im_start|>", "</think>", " ", "t", "h", "re",
                            "ven", " other", "ever"] + MARKS
     texts = ["".join(r.choice(parts) for _ in range(r.randint(1, 6))) for _ in range(2000)]
-    for ids, text in zip(records("tokens", ours, texts=[("marked", text.encode()) for text in texts]), texts):
-        assert_same(ids, theirs, text)
-    plain = plain_tokenizer(theirs)
-    for ids, text in zip(records("tokens", ours, texts=[("plain", text.encode()) for text in texts]), texts):
-        assert_same(ids, plain, text)
-
-
-def plain_tokenizer(tokenizer):
-    """The same without added tokens: all text is plain."""
-    data = json.loads(tokenizer.to_str())
-    return tokenizers.Tokenizer.from_str(json.dumps(data | {"added_tokens": []}))
+    assert_all_same(ours, theirs, texts)
 
 
 @pytest.mark.parametrize("step", [17, pytest.param(1, marks=pytest.mark.slow)])
