@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from conftest import (CHATML, GREEDY, HELLO, HYBRID, LINUX, QUOTED_QWEN3, QWEN3, RATE, STATS, TINY, WORDS, alone,
                       assert_error, change_sections, copy_model, environment, errors_of, finish, join_lines,
-                      json_string, needs_address_space, needs_small_pipes, output, qwen3, run_json, run_list, shell,
+                      json_string, needs_address_space, needs_small_pipes, output, outputs, qwen3, run_json, run_list, shell,
                       show_progress, small_pipe, spawn, spawn_shell, tokenize, wait_for_call, wait_until, waiting, write_list)
 
 TOKENS = RATE.replace("/s", " tokens/s")
@@ -128,9 +128,8 @@ def test_seeds(tiny, mode, seed):
 def test_not_finite(tokenizer, random_model, tmp_path, bad):
     """That text has no answer; others have theirs, also those that begin like it or share its block of the cache."""
     model = copy_model(random_model(tied=False), tmp_path)
-    data = bytearray(model.read_bytes())        # the scale of z's embedding
-    norms = 4 * (2 * 2 * 64 + 64 + 2 * 2 * 32)
-    scale = 256 + norms + -(-tokenizer.get_vocab_size() // 16) * 16 * 64 + tokenizer.token_to_id("z") * 4
+    data = bytearray(model.read_bytes())
+    scale = outputs(data)["embed_tokens.weight"].scales + tokenizer.token_to_id("z") * 4
     assert abs(np.frombuffer(data[scale:scale + 4], "<f4")[0]) < 1
     data[scale:scale + 4] = np.array(bad, "<f4").tobytes()
     model.write_bytes(data)
