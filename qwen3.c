@@ -2629,8 +2629,9 @@ static size_t unfinished(Bytes text, bool printable) {
 // in one write: so no signal leaves the terminal dim.
 static void writer_flush(Writer *out, size_t keep) {
     const Bytes text = {out->held.p, out->held.n - keep};
-    const char *no_color = getenv("NO_COLOR");
-    const bool dim = out->terminal && out->thinking && !(no_color && *no_color);
+    const char *no_color = getenv("NO_COLOR"), *term = getenv("TERM");
+    const bool plain = (no_color && *no_color) || (term && !strcmp(term, "dumb"));
+    const bool dim = out->terminal && out->thinking && !plain;
     Buffer shown = {0};
     if (text.n == 0) return;
     if (dim) buffer_add(&shown, bytes("\033[2m"));
@@ -3187,6 +3188,8 @@ static void give_notices(App *app) {
         notice("text: %zu tokens are scored in pieces of %zu (-c)", app->prompt.n, context);
     if (chat && (app->switched_on || e->thinks) && e->places->sampler.temperature == 0)
         notice("-t 0: greedy thinking tends to repeat without end, Qwen advises 0.6");
+    if (o->threads > 2 * cpu_count())
+        notice("-j: more threads than cores take longer; without -j each core has one");
     if (!piped && !is_list(o) && stdin_has_data())
         notice("stdin: has data that was not read; -f - would add all of it");
 }
@@ -3347,36 +3350,31 @@ static Text *run_request(App *app) {
     return t;
 }
 
-// Says how an answer, or its thinking, ended, if not by itself.
-static void report_ending(const App *app, const Text *t, bool in_thinking) {
+// Says how an answer that began at `start`, or its thinking, ended, if not by itself, and how fast.
+static void report_answer(const App *app, const Text *t, bool in_thinking, double start) {
     const Engine *e = &app->engine;
+    const Slot *slot = t->slot;
     const int context = e->model.state.context, all = e->model.config.max_seq_len;
+    const size_t prompt = app->prompt.n, drawn = t->ids.n - t->n_prompt;
+    const size_t done = t->ending == INTERRUPTED ? min_size(t->n_run, prompt) : prompt;
+    const size_t n = e->kind >= CHOICES ? slot->counted : drawn;
+    const double p = done / (e->prompt_end - start + 1e-9);  // tokens/s, some of which were there
+    const double g = n / (now() - e->prompt_end + 1e-9);
     const bool full = t->ending == CONTEXT_ENDED;
-    char hint[48] = "";
+    char seed[32] = "", hint[48] = "";
     if (full && context < all) snprintf(hint, sizeof(hint), "; -c allows up to %d", all);
     else if (full && app->dialogue) snprintf(hint, sizeof(hint), "; /clear makes room");
-    if (t->slot->closed_by != NOT_CLOSED)
-        notice("answer: thinking ended by %s after %d tokens", endings[t->slot->closed_by].by,
-               t->slot->thought);
+    if (draws_ids(e)) snprintf(seed, sizeof(seed), ", seed %llu", app->options.seed);
+    if (slot->closed_by != NOT_CLOSED)
+        notice("answer: thinking ended by %s after %d tokens", endings[slot->closed_by].by,
+               slot->thought);
     if (t->ending > COMPLETE && t->ending < INTERRUPTED)
         notice("answer: ended%s by %s after %zu tokens%s",
-               in_thinking ? " inside its thinking" : "", endings[t->ending].by,
-               t->ids.n - t->n_prompt, hint);
-}
-
-// Writes how fast the request was that began at `start`.
-static void show_statistics(const App *app, const Text *t, double start) {
-    const Engine *e = &app->engine;
-    const size_t n = app->prompt.n, done = t->ending == INTERRUPTED ? min_size(t->n_run, n) : n;
-    const size_t drawn = e->kind >= CHOICES ? t->slot->counted : t->ids.n - t->n_prompt;
-    const double p = done / (e->prompt_end - start + 1e-9);    // prompt tokens/s
-    const double g = drawn / (now() - e->prompt_end + 1e-9);   // and the answer's
-    char seed[32] = "";
-    if (quiet) return;
-    if (draws_ids(e)) snprintf(seed, sizeof(seed), ", seed %llu", app->options.seed);
-    fprintf(stderr,  // rates with a decimal only below 1,000
-            "prompt %zu tokens at %.*f/s (%zu cached), answer %zu at %.*f/s%s\n", done,
-            p < 999.95, p, t->slot->cached, drawn, g < 999.95, g, seed);
+               in_thinking ? " inside its thinking" : "", endings[t->ending].by, drawn, hint);
+    if (!quiet)
+        fprintf(stderr,  // rates with a decimal only below 1,000
+                "prompt %zu tokens at %.*f/s (%zu cached), answer %zu at %.*f/s%s\n", done,
+                p < 999.95, p, slot->cached, n, g < 999.95, g, seed);
 }
 
 // Takes back what was drawn, but not written because of -x TEXT: the last ids. If TEXT begins
@@ -3402,8 +3400,7 @@ static bool respond(App *app) {
     for (size_t i = t->n_prompt; i < t->ids.n; i++) ids_add(&message->ids, t->ids.p[i]);
     if (e->kind >= CHOICES && t->ending == COMPLETE) write_choices(t);
     else writer_end(t->writer);
-    report_ending(app, t, in_thinking);
-    show_statistics(app, t, start);
+    report_answer(app, t, in_thinking, start);
     take_back(message, t->writer, &e->tokenizer);
     return t->ending != INTERRUPTED || message->ids.n > 0;
 }
@@ -4548,8 +4545,7 @@ static const char usage[] =  // after the line of --version
     "  -n INT     at most so many new tokens per answer, -1: no limit [until it repeats itself]\n"
     "  -c INT     context in tokens, 0 is the model's [what a quarter of the memory\n"
     "             holds, at least 4096, at most the model's; perplexity 4096]\n"
-    "  -C 32|8    bits of a number in the cache of the context: with 8 a long text takes\n"
-    "             a third of the memory, and is answered faster [32]\n"
+    "  -C 32|8    bits of a number in its cache; 8: a third of the memory, faster [32]\n"
     "  -b INT     prompt tokens per pass, 1 to 512; never changes the output [512]\n"
     "  -j INT     threads; never changes the output [all cores this process may use]\n"
     "  -q         nothing on stderr but errors\n"
@@ -4567,8 +4563,9 @@ static const struct { const char *others, *here; } hints[] = {
     {" verbose ", "-v"},
     {" think thinking enable-thinking reasoning ", "-r 1, or -r N for at most N tokens"},
     {" no-think no-thinking nothink hidethinking ", "-r 0"},
-    {" json jsonl ", "-L FILE, a list in JSON, or -o 'TEXT|TEXT'"},
-    {" grammar grammar-file json-schema format ", "-o 'TEXT|TEXT', the answers to choose from"},
+    {" json jsonl grammar grammar-file json-schema format response-format ", "-o 'TEXT|TEXT', "
+     "-L FILE (a list in JSON), or for JSON an answer that is begun: .github/RECIPES.md"},
+    {" chat-template chat-template-file ", "it in the model: export.py has --chat-template FILE"},
     {" chat conversation cnv interactive ", "nothing: without -i and -f it chats"},
     {" embedding embeddings ", "-m embed"},
     {" stream ", "nothing: answers come as they are made"},
@@ -4600,7 +4597,7 @@ static const Option *option_named(const char *arg) {
         if (is_called(arg, hints[i].others))
             die_usage("%.80s: unknown option, expected %s", arg, hints[i].here);
     }
-    die_usage("%.80s: unknown option, expected one that -h lists", arg);
+    die_usage("%.80s: unknown option, expected one that -h lists, each by itself", arg);
 }
 
 // An argument that is no option, and stands after `before`, is MODEL. Else it ends the program.
@@ -4611,8 +4608,6 @@ static void set_model(Options *o, const char *arg, const char *before) {
     if (!o->model && is_called(arg, " run pull serve chat list show ") && !file_mode(arg))
         die_usage("%s: unexpected, there are no commands: qwen3 MODEL (a .bin file, which "
                   "export.py makes)", arg);
-    if (o->model && strlen(arg) > 4 && !strcmp(arg + strlen(arg) - 4, ".bin"))
-        die_usage("%.80s: a second model, expected one, found \"%.99s\" before it", arg, o->model);
     if (o->model)
         die_usage("%.80s: unexpected, as MODEL is \"%.99s\"; a prompt goes with -i, in quotes: "
                   "-i \"%.80s\"", arg, o->model, arg);
@@ -5870,14 +5865,24 @@ static float *classify(Pass *p, int n) {
 
 static const char *version(void) { return "qwen3 " VERSION " (" SIMD ")\n"; }
 
-#define NO_CACHE "the KV cache (-c makes it smaller)"
-
 static double position_size(const Config *c) {
 #ifdef PLAIN
     return 2.0 * c->n_layers * c->kv_dim * sizeof(float);
 #else
     return block_size(c) * sizeof(float) / (double)BLOCK;
 #endif
+}
+
+// Returns for what memory lacks where a cache of so many bytes finds none: with contexts that half
+// of them would hold, and a quarter of the memory.
+static const char *no_cache(const Config *c, double size) {
+    static char what[96];
+    const double room = fmin(size / 2, memory_size() / 4), most = c->max_seq_len;
+    Config packed = *c;
+    packed.cache_bits = 8;
+    snprintf(what, sizeof(what), "the KV cache (-c %.0f fits, or with -C 8 -c %.0f)",
+             floor(room / position_size(c)), floor(fmin(room / position_size(&packed), most)));
+    return what;
 }
 
 static Q8 q8_init(int cols, int group) { return (Q8){activations(cols, 1), floats(cols / group)}; }
@@ -5887,6 +5892,7 @@ static void state_init(Model *m) {
     State *s = &m->state;
     const int group = c->group_size, half = c->head_dim / 2, context = s->context;
     const size_t size = (size_t)c->n_layers * c->kv_dim * sizeof(float);
+    const char *cache = no_cache(c, 2.0 * context * size);
     *s = (State){.x = floats(c->dim), .cos = floats(half), .sin = floats(half),
                  .h = floats(c->dim), .h8 = q8_init(c->dim, group), .q = floats(c->q_dim),
                  .a = floats(c->q_dim), .a8 = q8_init(c->q_dim, group),
@@ -5894,7 +5900,7 @@ static void state_init(Model *m) {
                  .gate8 = q8_init(c->hidden_dim, group), .router_out = floats(c->n_experts),
                  .share = floats(c->n_experts), .y = floats(c->dim), .out = floats(c->dim),
                  .logits = floats(c->vocab_size), .context = context,
-                 .keys = alloc(context, size, NO_CACHE), .values = alloc(context, size, NO_CACHE)};
+                 .keys = alloc(context, size, cache), .values = alloc(context, size, cache)};
 }
 
 #ifndef PLAIN
@@ -5921,6 +5927,7 @@ static Pass *pass_init(const Model *m, int batch, int logit_rows, int texts) {
     const int n_experts = max_int(c->n_experts, 1), group = c->group_size;
     const int n_blocks = pool_blocks(c, m->state.context, texts);
     const size_t n = batch, chosen = n * max_int(c->n_experts_used, 1), half = c->head_dim / 2;
+    const size_t cache = block_size(c) * sizeof(float);
     Pass *p = activations(1, sizeof(Pass));
     Routing *routing = activations(1, sizeof(Routing));
     const Worker shared = {.c = c, .p = p, .h = floats(n * c->dim),
@@ -5934,7 +5941,7 @@ static Pass *pass_init(const Model *m, int batch, int logit_rows, int texts) {
                          .h8 = c->n_experts ? quantized_init(chosen, c->dim, group) : shared.h8};
     *p = (Pass){.m = m, .batch = batch, .logit_rows = logit_rows, .n_blocks = n_blocks,
                 .block_len = BLOCK,
-                .cache = alloc(n_blocks, block_size(c) * sizeof(float), NO_CACHE),
+                .cache = alloc(n_blocks, cache, no_cache(c, n_blocks * (double)cache)),
                 .rows = activations(n, sizeof(Row)), .cos = floats(n * half),
                 .sin = floats(n * half), .x = floats(n * c->dim),
                 .logits = floats((size_t)logit_rows * c->vocab_size),

@@ -91,7 +91,7 @@ def _argument(value):
 def spawn(*args, **env):
     """The program at a pseudo-terminal: stdin, stdout and stderr."""
     child = pexpect.spawn(str(QWEN3), [str(arg) for arg in args], timeout=300, dimensions=(24, 80),
-                          env=environment(TERM="xterm", **env))
+                          env=environment(**{"TERM": "xterm"} | env))
     child.delaybeforesend, child.ptyproc.delayafterclose = None, 0
     return child
 

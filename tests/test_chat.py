@@ -8,6 +8,7 @@ import random
 import re
 import struct
 import sys
+import time
 
 import jinja2.ext
 import jinja2.sandbox
@@ -93,10 +94,14 @@ def test_a_user_who_types_control_tokens(chain, tokenizer):
 
 def test_the_conversation_is_reused_up_to_the_last_answer(chain):
     """A template without thinking: all of the earlier turns is in the cache."""
-    result = chat(chain("Ċ", "a", "b", "c", END), b"one\n" * 5)
+    start = time.monotonic()
+    result = chat(chain("Ċ", "a", "b", "c", END), b"one\n" * 20)
+    seconds = time.monotonic() - start
     turns = [(int(p), int(c)) for p, c, _, _ in STATS.findall(result.stderr)]
-    assert len(turns) == 5
+    assert len(turns) == 20
     assert all(cached >= prompt + 3 for (prompt, _), (_, cached) in zip(turns, turns[1:]))
+    rates = re.findall(rb"prompt (\d+) tokens at ([\d.]+)/s", result.stderr)          # what is cached counts
+    assert sum(int(n) / float(rate) for n, rate in rates) < seconds
 
 
 def test_newlines(chain):
@@ -328,6 +333,7 @@ def test_thinking_is_dimmed(tiny):
     plain = shown(*run, NO_COLOR="1")
     assert b"\x1b" not in plain and b"I add" in plain
     assert b"\x1b[2m" in shown(*run, NO_COLOR="")           # no-color.org: an empty one does not count
+    assert b"\x1b" not in shown(*run, TERM="dumb")
     assert b"\x1b" not in shown(tiny, "-t", 0, "-i", "What is 2 + 3?")
 
 
@@ -465,8 +471,9 @@ def test_bytes_that_are_not_utf_8_in_a_conversation(talk, tiny, tmp_path):
 def test_greeting(talk, tiny, chain):
     """One line: the model's file, the context, thinking, /help."""
     always = chain("Ċ", "a", END, template=CHATML.replace("assistant\n{%", "assistant\n<think>\n{%"))
+    strips = CHATML.replace("m.content", "(m.content.split('</think>')[-1] if m.role == 'assistant' else m.content)")
     for model, options, thinking in ((tiny, (), "off"), (tiny, ("-r", 1), "on"), (always, (), "always"),
-                                     (chain("Ċ", "a", END), (), "off")):
+                                     (chain("Ċ", "a", END, template=strips), (), "at will"), (chain("Ċ", "a", END), (), "off")):
         child, _ = talk("-c", 100, *options, model=model)
         assert child.before.decode() == \
             f"qwen3: {model}: context 100, thinking {thinking}, /help shows the commands\r\n"

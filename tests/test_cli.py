@@ -121,7 +121,7 @@ OTHERS = {  # other programs' options, and what is here
     "-s": "--seed", "-i": "--prompt", "-j": "--threads", "-c": "--ctx-size --num_ctx", "-C": "--cache-type-k --kv_cache_dtype=fp8",
     "-n": "--n-predict --max-tokens --max_tokens", "-y": "--system -sys", "-e": "--repeat_penalty",
     "-x": "--stop", "-r 1": "--think --enable_thinking", "-r 0": "--no-think", "-v": "--verbose",
-    "-q": "--quiet", "-o 'TEXT|TEXT'": "--grammar --json-schema --format",
+    "-q": "--quiet", "-o 'TEXT|TEXT'": "--json --grammar --json-schema --format",
     "-m embed": "--embedding", "nothing: without -i": "--interactive", "nothing": "--stream",
     "a space: -i x": "-i=x", "a space: -t .7": "-t.7"}
 
@@ -140,7 +140,8 @@ OTHERS = {  # other programs' options, and what is here
     *[(command, ["-n10", "-n 10"]) for command in ("M -n10", "-n10 M")],
     *[(f"-m {name} -i x", ["MODEL goes without -m"]) for name in ("model.bin", "models/M")],
     ("M --model 1", ["--model", "MODEL without an option"]),
-    ("M.bin N.bin", ["N.bin: a second model", '"M.bin"']), ("M --json", ["--json", "-L FILE"]),
+    ("M.bin N.bin", ["N.bin: unexpected", '"M.bin"']), ("M --json", ["-L FILE", "an answer that is begun: .github/RECIPES.md"]),
+    ("M -qv", ["-qv: ", "each by itself"]), ("M --chat-template a", ["export.py has --chat-template FILE"]),
     ("M -ngl 99", ["-ngl: unknown option", "all runs on the CPU"]),
     *[(f"M {other} 1", [other, f"expected {here}"])
       for here in OTHERS for other in OTHERS[here].split()],
@@ -340,7 +341,8 @@ def test_terminal_without_prompt(small, embedding, random_model):
 
 @needs_address_space
 def test_default_context(random_model):
-    """What a quarter of the memory holds: a multiple of 1,024, 4,096 or more, at most the model's. Not of perplexities."""
+    """What a quarter of the memory holds: a multiple of 1,024, 4,096 or more, at most the model's, and more with -C 8.
+    Not of perplexities. Where memory lacks, contexts that fit are named."""
     model, short = random_model(max_len=1_000_000), random_model(max_len=5000)
     large = random_model(max_len=1_000_000, n_layers=20, n_kv_heads=4)
 
@@ -357,8 +359,18 @@ def test_default_context(random_model):
         quarter = megabytes * 2**20 / 4                 # 1,024 bytes a token, or 1,280 with what aligns them
         assert quarter / 1280 - 1024 < tokens <= quarter / 1024 and tokens % 1024 == 0
     assert context(300, limit="-d") == found
+    assert found * 3 <= context(300, "-C 8") <= found * 3.2 + 1024                  # 0.3125 of the bytes
     assert context(300, model=short) == 5000 and context(300, "-c 1000") == 1000
     assert context(200, model=large) == 4096            # 20 KB a token
+    run = f"ulimit -v 300000; exec {QUOTED_QWEN3} {model} -i hello -n 1 -j 1 -q"
+    for cache in "-c 0", "-c 0 -C 8":                   # what is named does fit
+        error = shell(f"{run} {cache}").stderr.decode()
+        names = re.fullmatch(r"qwen3: memory: not enough for the KV cache \((-c \d+) fits, or with (-C 8 -c \d+)\), "
+                             r"expected \d+ MB\n", error).groups()
+        assert all(shell(f"{run} {name}").returncode == 0 for name in names[len(cache) > 5:]), names
+        assert int(names[1][8:]) >= int(names[0][3:]) * (3 if cache == "-c 0" else 1) > 10_000
+    odd = random_model(dim=32, hidden_dim=96, n_heads=16, n_kv_heads=4, head_dim=10, seed=5)
+    assert_error(qwen3(odd, "-i", "x", "-C", 8), 1, f"-C 8: expected heads of a multiple of 16, found 10 ({odd})")
     scored = qwen3(model, "-m", "perplexity", "-i", "7" * 5000)
     assert b"text: 5000 tokens are scored in pieces of 4096 (-c)" in scored.stderr
 
@@ -370,7 +382,8 @@ NOTICES = [  # mode, options, the notice or None
     *[(mode, (option, "1"), f"{option}: no effect with -m {mode}") for option in ("-y", "-r") for mode in MODES[1:]],
     ("chat", ("-r", "1"), "-r: no effect, this model's thinking can't be switched"),
     ("chat", ("-y", "a b"), "-y: the name of a file, taken as text; its text: -y \"$(cat 'a b')\""),
-    ("chat", ("-i", "a b"), "-i: the name of a file, taken as text; -f reads it"),
+    ("chat", ("-i", "a b"), "-i: the name of a file, taken as text; -f reads it"), ("chat", ("-j", "1"), None),
+    ("embed", ("-j", "1000"), "-j: more threads than cores take longer; without -j each core has one"),
     *[("chat", options, None) for options in (("-y", "Be brief."), ("-i", "."), ("-f", "a b"))],
     *[(mode, ("-x", stop), NEWLINE) for mode in MODES[:2] for stop in ("\\n", ". \\n")],   # as a shell gives '\n'
     *[(mode, ("-x", stop), None) for mode in MODES[:2] for stop in ("\n", "n", "\\")],
