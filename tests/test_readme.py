@@ -20,10 +20,10 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import export
+import ggufs
 import heads
 import pexpect
 import pytest
-import test_gguf
 from checkpoints import Checkpoint, make_embedding
 from conftest import QWEN3, ROOT, TESTS, TINY, call, environment, finish, run_export
 
@@ -123,8 +123,7 @@ def folder(tmp_path, tokenizer_json, monkeypatch):
             make_embedding(model)
     checkpoint = Checkpoint(tokenizer_json)
     for name in set(re.findall(r"export\.py ([\w.-]+\.gguf)", read)):
-        test_gguf.write(tmp_path / name, test_gguf.values(checkpoint),
-                        test_gguf.blocks(checkpoint, test_gguf.Kind.Q8_0))
+        ggufs.write(tmp_path / name, ggufs.values(checkpoint), ggufs.blocks(checkpoint, ggufs.Kind.Q8_0))
     for name in set(re.findall(r" -[fl] (\w+\.txt)|jq -R.* (\w+\.txt)", read)):
         (tmp_path / "".join(name)).write_text("Once upon a time.\nWho are you?\n")
     (tmp_path / "mails.jsonl").write_text('{"id": 1, "text": "Who are you?"}\n' * 2)
