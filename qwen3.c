@@ -653,7 +653,8 @@ static Bytes bytes_from(Bytes b, size_t start) {  // b.p may be NULL if `start` 
 }
 
 enum { OTHER, LETTER, NUMBER, SPACE, END };  // classes of characters; END: after the text
-enum { ADDED = 1, SPECIAL = 2, NORMALIZED = 4 };  // bits of Tokenizer.kind; SPECIAL: not written
+// Bits of Tokenizer.kind. SPECIAL: not written. WORD, ANSWERED: counts in users' texts, in answers.
+enum { ADDED = 1, SPECIAL = 2, NORMALIZED = 4, WORD = 8, ANSWERED = 16 };
 enum { SYSTEM, USER, ASSISTANT };  // who wrote a message
 
 typedef struct {           // the text around the messages of a conversation: see The chat format
@@ -672,7 +673,7 @@ typedef struct Tokenizer {
     int vocab_size;          // that of Config, from which tokenizer_load gets it
     Bytes *text;             // (vocab_size)
     float *priority;         // (vocab_size) of the merge that makes the token: higher ones first
-    uint8_t *kind;           // (vocab_size) ADDED, SPECIAL
+    uint8_t *kind;           // (vocab_size) ADDED, SPECIAL ...
     int end_of_text;         // <|endoftext|>
     int think;               // <think>, which begins a model's thinking, or -1
     int end_think;           // </think>, which ends it, or -1
@@ -815,11 +816,16 @@ static void encode_plain(Encoder *enc, Bytes text) { buffer_add(&enc->pending, t
 // them to encode_plain. (Part II)
 static void encode_marked(Encoder *enc, Bytes text);
 
-// Appends the ids of a text, in which the spelling of added tokens counts if `marked` is true.
+// Adds a message, in which only some added tokens count. A fine-tune may have added words, such as
+// names: these count in each message. In an answer all count that are not SPECIAL, because a model
+// draws them as tokens. (Part II)
+static void encode_message(Encoder *enc, Bytes text, int role);
+
+// Appends the ids of a text, in which all added tokens count if `marked` is true, else a user's.
 static void encode_part(const Tokenizer *tok, Bytes text, bool marked, Ids *out) {
     Encoder enc = {.tok = tok, .out = out};
     if (marked) encode_marked(&enc, text);
-    else encode_plain(&enc, text);
+    else encode_message(&enc, text, USER);
     encode_flush(&enc);
     free(enc.pending.p);
 }
@@ -1156,7 +1162,7 @@ static void encode_answer(Encoder *enc, const ChatFormat *f, const Message *mess
         if (cut == 0 && enc->tok->kind[id] & ADDED) encode_token(enc, id);
         else encode_plain(enc, bytes_from(text, cut));
     }
-    encode_plain(enc, bytes_from(rest, to_skip));
+    encode_message(enc, bytes_from(rest, to_skip), ASSISTANT);
     free(all.p);
 }
 
@@ -1180,7 +1186,7 @@ static void render(const Tokenizer *tok, const Conversation *conversation, size_
         if (i < first && message->role != SYSTEM) continue;
         encode_marked(&enc, f->open[message->role]);
         if (message->role == ASSISTANT) encode_answer(&enc, f, message);
-        else encode_plain(&enc, bytes_of(&message->text));
+        else encode_message(&enc, bytes_of(&message->text), message->role);
         encode_marked(&enc, f->close[message->role]);
     }
     if (begun) encode_begun(&enc, f, bytes_of(&conversation->p[n - 1].text));
@@ -1697,7 +1703,8 @@ static void take_ids(Cursor *in, const Tokenizer *tok, Ids *ids) {
 }
 
 // adde: u32 id, u32 1 if it is SPECIAL (not written in answers) + 2 if it is NORMALIZED (found in
-// the form NFC), for each added token, by id. An empty section leaves the guess of take_tokens.
+// the form NFC) + 4 if it is a WORD (counts in users' texts; a SPECIAL one never does), for each
+// added token, by id. An empty section leaves the guess of take_tokens.
 static void take_added(Cursor *in, Tokenizer *tok) {
     if (in->rest.n) memset(tok->kind, 0, tok->vocab_size);
     for (uint32_t id, next = 0; in->rest.n; next = id + 1) {
@@ -1705,7 +1712,7 @@ static void take_added(Cursor *in, Tokenizer *tok) {
         if (tok->text[id].n == 0 || tok->text[id].n > LONGEST_ADDED)
             die_bad(in, in->part, "tokens of 1 to %d bytes, found %zu in token %u", LONGEST_ADDED,
                     tok->text[id].n, id);
-        tok->kind[id] = ADDED | take_int(in, 0, 3) << 1;
+        tok->kind[id] = ADDED | take_int(in, 0, 7) << 1;
         tok->tables->has_normalized |= tok->kind[id] & NORMALIZED;
     }
 }
@@ -1838,31 +1845,32 @@ static int token_find(const Tokenizer *tok, Bytes text, bool added) {
 }
 
 // Returns the first added token at or after *at, the longest if several begin there, and sets *at
-// to its offset. If there is none, returns -1 and sets *at to the end of the text. Looks for tokens
-// that are NORMALIZED if `normalized` is that, for the others if it is 0.
-static int added_next(const Tokenizer *tok, Bytes text, size_t *at, int normalized) {
+// to its offset. If there is none, returns -1 and sets *at to the end of the text. Only tokens with
+// all bits of `which` count, NORMALIZED ones only if it has this bit.
+static int added_next(const Tokenizer *tok, Bytes text, size_t *at, int which) {
     for (; *at < text.n && !interrupted; ++*at) {
         if (!tok->tables->added_start[text.p[*at]]) continue;
         for (size_t n = min_size(LONGEST_ADDED, text.n - *at); n > 0; n--) {
             if (!tok->tables->added_length[n]) continue;
             const int id = token_find(tok, (Bytes){text.p + *at, n}, true);
-            if (id >= 0 && (tok->kind[id] & NORMALIZED) == normalized) return id;
+            if (id >= 0 && (tok->kind[id] & (which | NORMALIZED)) == which) return id;
         }
     }
     return -1;
 }
 
 // Cuts the text at added tokens that are spelled out in it, and at NORMALIZED ones between them.
-static void encode_cut(Encoder *enc, Bytes text, int normalized) {
+static void encode_cut(Encoder *enc, Bytes text, int which) {
     Buffer normal = {0};
-    if (normalized) {
+    if (which & NORMALIZED) {
         normalize(enc->tok, &normal, text);
         text = bytes_of(&normal);
     }
     for (size_t at = 0, done = 0;;) {
-        const int id = added_next(enc->tok, text, &at, normalized);
+        const int id = added_next(enc->tok, text, &at, which);
         Bytes between = {text.n ? text.p + done : text.p, at - done};
-        if (enc->tok->tables->has_normalized && !normalized) encode_cut(enc, between, NORMALIZED);
+        if (enc->tok->tables->has_normalized && !(which & NORMALIZED))
+            encode_cut(enc, between, which | NORMALIZED);
         else encode_plain(enc, between);
         if (id < 0) break;
         encode_token(enc, id);
@@ -1871,7 +1879,11 @@ static void encode_cut(Encoder *enc, Bytes text, int normalized) {
     free(normal.p);
 }
 
-static void encode_marked(Encoder *enc, Bytes text) { encode_cut(enc, text, 0); }
+static void encode_marked(Encoder *enc, Bytes text) { encode_cut(enc, text, ADDED); }
+
+static void encode_message(Encoder *enc, Bytes text, int role) {
+    encode_cut(enc, text, role == ASSISTANT ? ANSWERED : ANSWERED | WORD);
+}
 
 static void index_tokens(Tokenizer *tok, const char *file) {
     tok->tables->secret = (uint64_t)(now() * 1e9) * 0x9E3779B97F4A7C15u | 1;  // new in each run
@@ -1881,6 +1893,7 @@ static void index_tokens(Tokenizer *tok, const char *file) {
         const Bytes s = tok->text[id];
         const bool added = tok->kind[id] & ADDED;
         if (s.n == 0) continue;
+        if (added && !(tok->kind[id] & SPECIAL)) tok->kind[id] |= ANSWERED;
         uint32_t *slot = token_slot(tok, s, added);
         if (*slot == 0 && (added || s.n == 1 || tok->priority[id] > ADDED_SCORE)) *slot = id + 1;
         if (added) tok->tables->added_start[s.p[0]] = tok->tables->added_length[s.n] = true;
@@ -3450,16 +3463,16 @@ static void encode_begun(Encoder *enc, const ChatFormat *f, Bytes text) {
     if (end >= think.n + f->strip.n && !memcmp(text.p, think.p, think.n)) {
         encode_marked(enc, f->open[ASSISTANT]);
         encode_marked(enc, think);
-        encode_plain(enc, (Bytes){text.p + think.n, end - think.n - f->strip.n});
+        encode_message(enc, (Bytes){text.p + think.n, end - think.n - f->strip.n}, ASSISTANT);
         encode_marked(enc, f->strip);
-        encode_plain(enc, bytes_from(text, end));
+        encode_message(enc, bytes_from(text, end), ASSISTANT);
         return;
     }
     encode_marked(enc, open);
     if (opened > closed) encode_marked(enc, bytes("\n</think>\n\n"));
     text = bytes_from(text, thinking_length(f, text));
     while (opened && text.n && *text.p == '\n') text = bytes_from(text, 1);
-    encode_plain(enc, text);
+    encode_message(enc, text, ASSISTANT);
 }
 
 static void chat_turn(App *app, Bytes text) {

@@ -460,12 +460,18 @@ static Buffer slow_nfc(const Tokenizer *t, Bytes s) {
     return out;
 }
 
+static void encode_as_text(const Tokenizer *t, Bytes text, Ids *ids) {
+    Encoder e = {.tok = t, .out = ids};
+    encode_plain(&e, text);
+    encode_flush(&e);
+}
+
 static void fuzz_text(Bytes in) {
     const Tokenizer *t = &tiny;
     size_t cut = take_byte(&in);
     Ids ids = {0}, again = {0};
     Buffer normal = {0}, twice = {0};
-    encode_part(t, in, false, &ids);
+    encode_as_text(t, in, &ids);
     Buffer text = decoded(t, &ids), slow = slow_nfc(t, in);
     Bytes whole = {text.p, text.n};
     // ids say NFC(text), and NFC is what it is done slowly, and done twice
@@ -482,7 +488,7 @@ static void fuzz_text(Bytes in) {
     }
     if (!active) CHECK(bytes_equal(whole, in));
     // the same ids from NFC(text), and from the text in two parts
-    encode_part(t, whole, false, &again);
+    encode_as_text(t, whole, &again);
     CHECK(same_ids(&ids, &again));
     again.n = 0;
     Encoder e = {.tok = t, .out = &again};
@@ -504,11 +510,11 @@ static void fuzz_text(Bytes in) {
     ids.n = again.n = 0;
     encode_part(t, in, true, &ids);
     size_t at = 0, from = 0;
-    for (int id; (id = added_next(t, in, &at, 0)) >= 0; from = at += t->text[id].n) {
-        encode_part(t, (Bytes){in.p + from, at - from}, false, &again);
+    for (int id; (id = added_next(t, in, &at, ADDED)) >= 0; from = at += t->text[id].n) {
+        encode_as_text(t, (Bytes){in.p + from, at - from}, &again);
         ids_add(&again, id);
     }
-    encode_part(t, bytes_from(in, from), false, &again);
+    encode_as_text(t, bytes_from(in, from), &again);
     CHECK(same_ids(&ids, &again));
 }
 
@@ -520,17 +526,22 @@ static int count_added(const Tokenizer *t, const Ids *ids) {
     return n;
 }
 
-static int count_marked(const Tokenizer *t, Bytes s) {
+static int count_spelled(const Tokenizer *t, Bytes s, int which) {
     int n = 0, id;
-    for (size_t at = 0; (id = added_next(t, s, &at, 0)) >= 0; at += t->text[id].n) n++;
+    for (size_t at = 0; (id = added_next(t, s, &at, which)) >= 0; at += t->text[id].n) n++;
     return n;
 }
+
+static int count_marked(const Tokenizer *t, Bytes s) { return count_spelled(t, s, ADDED); }
 
 static void fuzz_chat(Bytes in) {
     uint8_t flags = take_byte(&in);
     bool think = flags & 1;
     Tokenizer t = tiny;
     ChatFormat *f = &t.chat;
+    uint8_t kind[t.vocab_size];
+    t.kind = memcpy(kind, tiny.kind, sizeof(kind));
+    if (flags & 16) kind[token_find(&t, bytes("<tool_call>"), true)] |= WORD;  // as a fine-tune's words
     if (flags % 8 < 2) {
         *f = chatml(flags & 32);
     } else {
@@ -546,6 +557,8 @@ static void fuzz_chat(Bytes in) {
         Bytes text = take_until(&in, 0xFF);
         begun = role == ASSISTANT && (!in.n || i == 19);
         Message *m = conversation_add(&c, role, role == ASSISTANT && !begun ? (Bytes){0} : text);
+        if (role != ASSISTANT) expected += count_spelled(&t, text, ANSWERED | WORD);
+        if (begun) more += count_spelled(&t, text, ANSWERED);
         if (begun) break;
         if (role == ASSISTANT) {
             said_ids.n = 0;
@@ -561,7 +574,7 @@ static void fuzz_chat(Bytes in) {
     else more += count_marked(&t, f->open[ASSISTANT]) + count_marked(&t, f->strip) + 2  // <think> and </think>
         + count_marked(&t, f->begun.p ? f->begun : f->answer_open[0]);
     if (c.n == 0 || c.p[0].role != SYSTEM) expected += count_marked(&t, f->no_system);
-    // what a user types never becomes a control token
+    // what a user types never becomes a control token; only a word is a token
     int added = count_added(&t, &ids);
     CHECK(added >= expected && added <= expected + more);
     decoded(&t, &ids);

@@ -1263,10 +1263,11 @@ static void test_added(void) {
             for (size_t i = 0; i < text[id].n && id >= 256; i++) letters[id][i] = (uint8_t)('a' + below(2));
             bool is_new = id >= 256;
             for (int other = 256; other < id; other++) is_new &= !bytes_equal(text[id], text[other]);
-            if (is_new) kind[id] = ADDED | (below(2) ? NORMALIZED : 0);
+            if (is_new) kind[id] = ADDED | below(8) * SPECIAL;  // with NORMALIZED and WORD
         }
         index_tokens(&t, "a test");
-        const int normalized = trial % 2 ? NORMALIZED : 0;
+        const int scope = trial % 3, normalized = trial % 2 ? NORMALIZED : 0;  // all; an answer's; a user's
+        const int which = normalized | (scope == 0 ? ADDED : scope == 1 ? ANSWERED : ANSWERED | WORD);
         size_t at = 0, from = 0;
         for (int found = 0; found >= 0; from = at += found >= 0 ? text[found].n : 0) {
             int expected = -1;
@@ -1274,18 +1275,19 @@ static void test_added(void) {
             for (; there < rest.n; there++) {
                 for (int id = 256; id < t.vocab_size; id++) {
                     Bytes a = text[id];
-                    bool is_there = kind[id] && (kind[id] & NORMALIZED) == normalized && a.n <= rest.n - there
+                    bool counts = kind[id] && (scope == 0 || !(kind[id] & SPECIAL)) && (scope < 2 || kind[id] & WORD);
+                    bool is_there = counts && (kind[id] & NORMALIZED) == normalized && a.n <= rest.n - there
                         && !memcmp(a.p, s + there, a.n);
                     if (is_there && (expected < 0 || a.n > text[expected].n)) expected = id;
                 }
                 if (expected >= 0) break;
             }
-            found = added_next(&t, rest, &at, normalized);
+            found = added_next(&t, rest, &at, which);
             CHECK(found == expected && at == there, "trial %d: %d, not %d", trial, found, expected);
         }
         at = 0;
         interrupted = 1;
-        CHECK(added_next(&t, rest, &at, 0) == -1 && at == 0);
+        CHECK(added_next(&t, rest, &at, ADDED) == -1 && at == 0);
         interrupted = 0;
     }
 }
@@ -1797,7 +1799,8 @@ static int print_tokens(const Tokenizer *t) {
     for (char kind[16]; next_record(kind, &text); ids.n = 0) {
         Bytes s = {text.p, text.n};
         if (!strcmp(kind, "marked")) encode_marked(&encoder, s);
-        else encode_plain(&encoder, s);
+        else if (!strcmp(kind, "plain")) encode_plain(&encoder, s);
+        else encode_message(&encoder, s, !strcmp(kind, "answer") ? ASSISTANT : USER);
         encode_flush(&encoder);
         print_ids(&ids);
     }

@@ -360,7 +360,7 @@ def test_nesting(tiny):
 
 
 CONTENTS = ["Hello", "What is your name?", "", "My name is Anna.", "What is my name?", "Größe 🙂\n\n", "\n x "]
-SAID = ["Hello Anna", "", "<think>\n\n</think>\n\nyes", "a</think>\n\n b", "<think>half", " x\n", "\n\ny"]
+SAID = ["Hello Anna", "", "<think>\n\n</think>\n\nyes", "a</think>\n\n b", "<think>half", "<tool_call>{}</tool_call>", " x\n", "\n\ny"]
 
 
 @pytest.mark.parametrize("think, how", [(0, ("-s", 5, "-t", 0.7, "-k", 20, "-p", 0.8)), (1, GREEDY)])
@@ -407,7 +407,7 @@ LAST_BLOCK = """{% for m in messages %}{% set text = m.content %}{% set ns = nam
 {%- else %}{{- text + "<|im_end|>\n" }}{% endif %}{% endfor %}
 {%- if add_generation_prompt %}{{- "<|im_start|>assistant\n" }}{% if enable_thinking is defined and not enable_thinking %}
 {{- "<think>\n\n</think>\n\n" }}{% endif %}{% endif %}"""
-BEGUN = ["The capital of", "", "\n\nThe", " x \n", "1. ", "```python\n"]
+BEGUN = ["The capital of", "", "\n\nThe", " x \n", "1. ", "<tool_call>{", "```python\n"]
 THOUGHT = ["<think>\nabc\n</think>\n\nThe", "<think>\nlong\n\nthought\n</think>\n\n"]
 
 
