@@ -1221,7 +1221,7 @@ static Bytes file_map(const char *path);              // the whole file, mapped 
 static const char *file_read(Buffer *b, const char *path);  // adds it to b; NULL, or what is wrong
 static void write_stdout(Bytes text);                 // all of it, whatever signals come
 static const char *stdout_name = "stdout";            // for messages
-static int file_open(const char *path, bool append);  // a descriptor to read, or -1; -: stdin
+static int file_open(const char *path, bool append);  // to read (-: stdin) or append; -1: an error
 static bool file_lock(int fd);                        // false: another descriptor holds a lock
 static double file_size(int fd);                      // of a regular file, else 0
 static bool same_file(int a, int b);                  // two descriptors of one regular file
@@ -1460,7 +1460,7 @@ static void take_version(Cursor *in) {
 #define TAKE(p, name, low, high) \
     p->name = take_number(in, #name, _Generic(p->name, float: true, default: false), low, high)
 
-// Ends the program: `file` is no .bin file. export.py makes one of the first n bytes of `source`.
+// Ends the program: `file` is no .bin file. The first n bytes of `source` name what to export.
 static void die_export(const char *file, const char *what, int n, const char *source) {
     die("%s: %s, expected a .bin file, which this makes: export.py %.*s", file, what, n, source);
 }
@@ -1549,14 +1549,15 @@ static const float *take_floats(Cursor *in, uint64_t count, const char *what) {
 }
 
 // Takes a matrix's words, or its scales: n in a row, of `size` bytes. An older file has one row
-// after the other. Copies these into panels at in->panels, if that is not NULL.
+// after the other. Copies these into panels at in->panels, if that is not NULL. (If the compiler
+// knows `size`, memcpy is one move.)
 INLINE const void *take_panels(Cursor *in, const Config *c, int rows, size_t n, const int size) {
-    const uint64_t padded = round_up(rows, PANEL), bytes = padded * n * size;
-    const char *from = take(in, c->panels ? bytes : rows * n * size);
+    const uint64_t padded = round_up(rows, PANEL) * n * size;
+    const char *from = take(in, c->panels ? padded : rows * n * size);
     char *const panels = in->panels, *to = panels;
-    in->size += bytes;
+    in->size += padded;
     if (!panels) return from;
-    in->panels += bytes;
+    in->panels += padded;
     for (int first = 0; first < rows; first += PANEL) {
         for (size_t i = 0; i < n; i++) {
             for (int r = first; r < first + PANEL; r++, to += size)
@@ -1580,7 +1581,7 @@ static void take_weights(Cursor *in, Config *c, Weights *w) {
     const int experts = max_int(c->n_experts, 1);
     int bits[7];  // of wq wk wv wo w1 w2 w3
     for (int i = 0; i < 7; i++) bits[i] = c->eight_bits >> i & 1 ? 8 : c->layer_bits;
-#define EACH_LAYER for (int l = 0; l < c->n_layers; l++) w->layers[l]  // .x = y: y for each layer
+#define EACH_LAYER for (int l = 0; l < c->n_layers; l++) w->layers[l]  // .x = take..., for each
     EACH_LAYER.rms_att = take_floats(in, c->dim, "rms_att");
     EACH_LAYER.rms_ffn = take_floats(in, c->dim, "rms_ffn");
     w->rms_final = take_floats(in, c->dim, "rms_final");
@@ -1603,8 +1604,9 @@ static void take_weights(Cursor *in, Config *c, Weights *w) {
     EACH_LAYER.bv = take_floats(in, c->qkv_bias ? c->kv_dim : 0, "bv");
 }
 
-// Maps the file. The weights stay there, and are not looked at, which could take a minute: logits
-// that are not finite say that one is bad (see not_finite). Returns where the weights begin.
+// Maps the file. The weights stay there. Of these only the routers are checked: all could take a
+// minute, and logits that are not finite say that one is bad. Returns a Cursor at the first weight,
+// with the size of all matrices in panels.
 static Cursor model_map(Model *m, const char *path) {
     Config *c = &m->config;
     const Bytes file = file_map(path);
@@ -1617,11 +1619,15 @@ static Cursor model_map(Model *m, const char *path) {
     take_weights(&in, c, &m->weights);
     if (in.rest.n != 0)
         die("%s: wrong size, expected %zu bytes, found %zu", path, file.n - in.rest.n, file.n);
+    for (int l = 0; l < c->n_layers && c->n_experts; l++) {
+        if (!isfinite(sum_double(m->weights.layers[l].router, c->n_experts * c->dim)))
+            die("%s: bad router of layer %d, expected finite numbers, found others", path, l);
+    }
     weights.size = in.size;
     return weights;
 }
 
-// Puts the weights of an older file into panels in memory. `in` is what model_map returned.
+// Takes the weights of an older file once more, into panels in memory. `in` is from model_map.
 static void make_panels(Model *m, Cursor in) {
     const char *what = "the weights in panels (export the model again: a new file needs none)";
     const double start = now(), size = in.size;
@@ -1659,12 +1665,13 @@ enum { LAST_CHAR = 0x10FFFF, BAD_BYTE, N_CHARS = BAD_BYTE + 256, CHAR_MASK = (1 
 // it with the one before; from CCC_SHIFT on its combining class (ccc)
 enum { CLASS_MASK = 3, NFC_SHIFT = 2, CCC_SHIFT = 8 };
 
-typedef enum { CHAT, GENERATE, TOKENIZE, PERPLEXITY, EMBED, N_MODES } Mode;  // -m; numbers of files
+// -m; a file's section mode has these numbers
+typedef enum { CHAT, GENERATE, TOKENIZE, PERPLEXITY, EMBED, N_MODES } Mode;
 
 typedef struct {  // rows of a table (see take_rows), or characters that NFC puts in order
     uint64_t *p;
     size_t n, cap;  // p has room for `cap`
-} Words;
+} Keys;
 
 // How tokens are found, the classes of characters, NFC, and how the model is meant to be used
 typedef struct Tables {
@@ -1676,11 +1683,13 @@ typedef struct Tables {
     bool added_start[256]; // the bytes that added tokens begin with
     bool added_length[LONGEST_ADDED + 1];  // the numbers of bytes that they have
     bool has_classes;      // from the file; older ones: ASCII's are known, all others are letters
-    bool lacks_nfc;        // an older file: section deco, which is skipped, stands for the nfc's
+    bool lacks_nfc;        // an older file has deco in place of nfcq, nfcd and nfcc: texts stay as
+                           // they are
+    bool guessed_chat;     // the chat template is more than fixed strings: it is taken for ChatML
     uint16_t chars[N_CHARS];  // what each character is
-    Words parts;           // nfcd: a character with a canonical decomposition, 0 to 3, the part of
+    Keys parts;           // nfcd: a character with a canonical decomposition, 0 to 3, the part of
                            // that number. Not Hangul syllables, which would only compose again
-    Words pairs;           // nfcc: two characters, and the one that NFC makes of them
+    Keys pairs;           // nfcc: two characters, and the one that NFC makes of them
     Mode mode;             // what the model is made for
     bool systems;          // a chat's later system messages are rendered as the first one
     Bytes from;            // what it was exported from, and how
@@ -1726,20 +1735,20 @@ static void take_ranges(Cursor *in, uint16_t *chars, uint32_t highest, int shift
     }
 }
 
-static void words_add(Words *words, uint64_t word) {
-    words->p = grow(words->p, &words->cap, words->n, 1, sizeof(uint64_t));
-    words->p[words->n++] = word;
+static void keys_add(Keys *keys, uint64_t key) {
+    keys->p = grow(keys->p, &keys->cap, keys->n, 1, sizeof(uint64_t));
+    keys->p[keys->n++] = key;
 }
 
-// Takes rows: u64 words of three characters of 21 bits, ascending even without the last one.
-static void take_rows(Cursor *in, Words *rows) {
+// Takes rows: u64 keys of three characters of 21 bits, ascending even without the last one.
+static void take_rows(Cursor *in, Keys *rows) {
     for (uint64_t row, before = 0; in->rest.n; before = row) {
         memcpy(&row, take(in, sizeof(row)), sizeof(row));
         const uint64_t a = row >> 42, b = row >> 21 & CHAR_MASK, c = row & CHAR_MASK;
         const bool ascends = rows->n == 0 || row >> 21 > before >> 21;
         if (a > LAST_CHAR || b > LAST_CHAR || c > LAST_CHAR || !ascends)
             die_bad(in, in->part, "ascending rows of characters, found another row %zu", rows->n);
-        words_add(rows, row);
+        keys_add(rows, row);
     }
 }
 
@@ -1771,6 +1780,7 @@ static bool take_section(Cursor *in, Tokenizer *tok) {
     else if (!strcmp(tag, "chat")) take_chat(in, &tok->chat);
     else if (!strcmp(tag, "begn")) tok->chat.begun = take_bytes(in, in->rest.n);
     else if (!strcmp(tag, "syst")) tables->systems = true;
+    else if (!strcmp(tag, "gues")) tables->guessed_chat = true;
     else if (!strcmp(tag, "from")) tables->from = take_bytes(in, in->rest.n);
     else if (!strcmp(tag, "mode")) TAKE(tables, mode, 0, N_MODES - 1);
     else if (!strcmp(tag, "repe")) TAKE(advice, repetition, 1e-6f, 1e12f);
@@ -1783,7 +1793,7 @@ static bool take_section(Cursor *in, Tokenizer *tok) {
 }
 
 static void take_extension(Cursor *in, Tokenizer *tok) {
-    Buffer seen = {0};  // the tags, each after a NUL
+    char tags[32][5] = {""};  // so far: these are enough, because each known section comes once
     in->part = "the extension";
     in->hint = "copy or export it again";
     if (memcmp(take(in, 4), "q3tx", 4) != 0)
@@ -1791,20 +1801,16 @@ static void take_extension(Cursor *in, Tokenizer *tok) {
             in->file, tok->vocab_size - 1);
     take_version(in);
     take_number(in, "extension length", false, in->rest.n - 4.0, in->rest.n - 4.0);  // all the rest
-    while (in->rest.n) {
-        char tag[6] = "";  // after a NUL, which is no part of the name
-        memcpy(tag + 1, take(in, 4), 4);
-        const Bytes mark = {(uint8_t *)tag, 5};
-        Cursor section = {in->file, tag + 1, take_text(in), in->hint, false, 0, NULL};
-        if (find_last(bytes_of(&seen), mark))
-            die("%s: section %s is there twice", in->file, section.part);
+    for (int n = 0; in->rest.n; n++) {
+        const char *tag = memcpy(tags[n], take(in, 4), 4);
+        Cursor section = {in->file, tag, take_text(in), in->hint, false, 0, NULL};
+        for (int i = 0; i < n; i++)
+            if (!strcmp(tags[i], tag)) die("%s: section %s is there twice", in->file, tag);
         if (!take_section(&section, tok))
-            die("%s: unknown section \"%s\"; was it made by a newer export.py?", in->file, tag + 1);
+            die("%s: unknown section \"%s\"; was it made by a newer export.py?", in->file, tag);
         if (section.rest.n)
-            die("%s: section %s has %zu bytes too many", in->file, section.part, section.rest.n);
-        buffer_add(&seen, mark);
+            die("%s: section %s has %zu bytes too many", in->file, tag, section.rest.n);
     }
-    free(seen.p);
 }
 
 // The two halves of a product, xored
@@ -1827,8 +1833,8 @@ static uint64_t hash_text(Bytes text, uint64_t secret) {
     return mix(mix(hash ^ word, secret), secret);
 }
 
-// The slot of the hash table that holds the token with these bytes, or is free for it: an added and
-// an ordinary one may have the same bytes, or be one token.
+// Returns the slot of the token with these bytes, or the free one for it. An added token may have
+// the bytes of an ordinary one, or be one itself (because merges make it, too).
 static uint32_t *token_slot(const Tokenizer *tok, Bytes text, bool added) {
     uint32_t slot = hash_text(text, tok->tables->secret) & tok->tables->mask;
     for (; tok->tables->table[slot]; slot = (slot + 1) & tok->tables->mask) {
@@ -1895,7 +1901,8 @@ static void index_tokens(Tokenizer *tok, const char *file) {
         if (s.n == 0) continue;
         if (added && !(tok->kind[id] & SPECIAL)) tok->kind[id] |= ANSWERED;
         uint32_t *slot = token_slot(tok, s, added);
-        if (*slot == 0 && (added || s.n == 1 || tok->priority[id] > ADDED_SCORE)) *slot = id + 1;
+        const bool ordinary = s.n == 1 || tok->priority[id] > ADDED_SCORE;
+        if (*slot == 0 && (added || ordinary)) *slot = id + 1;
         if (added) tok->tables->added_start[s.p[0]] = tok->tables->added_length[s.n] = true;
     }
     for (int i = 0; i < 256; i++) {
@@ -1959,11 +1966,10 @@ static void tokenizer_load(Tokenizer *tok, const char *file, int vocab_size) {
     if (!tok->chat.start.p) tok->chat = chatml(tok->think >= 0);  // the file has no section chat
     int usual[] = {eos, tok->end_of_text, token_find(tok, bytes("<|im_end|>"), true)};
     const Ids stop = tok->stop.n ? tok->stop : (Ids){usual, 3, 3};
-    tok->stop = (Ids){0};  // each once, because given answers add up the probabilities of all
+    tok->stop.n = 0;  // each once, because given answers add up the probabilities of all
     for (size_t i = 0; i < stop.n; i++) {
         if (stop.p[i] >= 0 && !is_stop(tok, stop.p[i])) ids_add(&tok->stop, stop.p[i]);
     }
-    if (stop.p != usual) free(stop.p);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -1981,6 +1987,23 @@ INLINE Char code_point_at(Bytes text, size_t at) {
     if (stray || c < least[n] || c >= BAD_BYTE || (c >= 0xD800 && c < 0xE000))
         return (Char){.c = BAD_BYTE + p[0], .n = 1};
     return (Char){.c = c, .n = n};
+}
+
+// Returns whether these 1 to 3 bytes begin a character of more bytes.
+static bool begins_char(Bytes text) {
+    const uint8_t rest = *text.p & 15 ? 0x80 : 0xBF;  // for what lacks; E0 80, F0 80 are overlong
+    uint8_t u[4] = {rest, rest, rest, rest};
+    memcpy(u, text.p, text.n);
+    return code_point_at((Bytes){u, 4}, 0).n > (int)text.n;
+}
+
+// As code_point_at, but bad bytes that begin a character are one: a maximal subpart (Unicode 3.9,
+// table 3-8). One U+FFFD stands for it, as in Python's and HF's decoding.
+static Char decode_at(Bytes text, size_t at) {
+    Char c = code_point_at(text, at);
+    while (c.c >= BAD_BYTE && c.n < 3 && at + c.n < text.n
+           && begins_char((Bytes){text.p + at, c.n + 1})) c.n++;
+    return c;
 }
 
 // Returns the offset of the first byte that is not UTF-8, or text.n if all are.
@@ -2005,26 +2028,26 @@ static void add_char(Buffer *b, uint32_t c) {
     buffer_add(b, (Bytes){u, n});
 }
 
-// Compares two words without their last 21 bits, for qsort and bsearch.
-static int compare_words(const void *a, const void *b) {
+// Compares two keys without their last 21 bits, for qsort and bsearch.
+static int compare_keys(const void *a, const void *b) {
     const uint64_t x = *(const uint64_t *)a >> 21, y = *(const uint64_t *)b >> 21;
     return (x > y) - (x < y);
 }
 
 // Returns the row that begins with these two numbers, or NULL.
-static const uint64_t *find_row(const Words *rows, uint64_t first, uint64_t second) {
+static const uint64_t *find_row(const Keys *rows, uint64_t first, uint64_t second) {
     const uint64_t key = first << 42 | second << 21;
-    return rows->n ? bsearch(&key, rows->p, rows->n, sizeof(key), compare_words) : NULL;
+    return rows->n ? bsearch(&key, rows->p, rows->n, sizeof(key), compare_keys) : NULL;
 }
 
 // Adds a character to those of a text: combining class (ccc) << 56 | place << 21 | code point.
-static void add_key(const Tokenizer *tok, Words *keys, uint64_t c) {
+static void add_key(const Tokenizer *tok, Keys *keys, uint64_t c) {
     const uint64_t ccc = tok->tables->chars[c] >> CCC_SHIFT;
-    words_add(keys, ccc << 56 | keys->n << 21 | c);
+    keys_add(keys, ccc << 56 | keys->n << 21 | c);
 }
 
 // Adds the canonical decomposition of c.
-static void decompose(const Tokenizer *tok, Words *keys, uint32_t c) {
+static void decompose(const Tokenizer *tok, Keys *keys, uint32_t c) {
     const uint64_t *row;
     int n = 0;
     for (; n < MOST_PARTS && (row = find_row(&tok->tables->parts, c, n)); n++)
@@ -2034,10 +2057,10 @@ static void decompose(const Tokenizer *tok, Words *keys, uint32_t c) {
 
 // Sorts each run of marks (ccc > 0) by ccc, stably. Then each character composes with the last
 // starter (ccc 0) before it, unless a character between the two has the same ccc or a higher one.
-static void order_and_compose(const Tokenizer *tok, Words *keys) {
+static void order_and_compose(const Tokenizer *tok, Keys *keys) {
     for (size_t i = 0, end; i < keys->n; i = end + 1) {
         for (end = i; end < keys->n && keys->p[end] >> 56; end++) {}
-        qsort(keys->p + i, end - i, sizeof(uint64_t), compare_words);
+        qsort(keys->p + i, end - i, sizeof(uint64_t), compare_keys);
     }
     uint64_t *starter = NULL, *out = keys->p;
     uint64_t last = 0;  // ccc of the character before, 0 if that is the starter
@@ -2063,15 +2086,15 @@ INLINE bool is_active(const Tables *tables, Char c) { return tables->chars[c.c] 
 // before the end, is normalized with them because it may compose with them.
 static void normalize(const Tokenizer *tok, Buffer *out, Bytes text) {
     const Tables *tables = tok->tables;
-    Words keys = {0};
+    Keys keys = {0};
     Char c;
-    for (size_t at = 0, last, end = 0; at < text.n && !interrupted; at = end) {
-        for (last = at; (c = char_at(tok, text, end)).n && !is_active(tables, c); end += c.n)
-            last = end;
-        buffer_add(out, (Bytes){text.p + at, last - at});
+    for (size_t at = 0, from, end = 0; at < text.n && !interrupted; at = end) {
+        for (from = at; (c = char_at(tok, text, end)).n && !is_active(tables, c); end += c.n)
+            from = end;
+        buffer_add(out, (Bytes){text.p + at, from - at});
         keys.n = 0;
-        for (end = last; (c = char_at(tok, text, end)).n; end += c.n) {
-            if (end > last && !is_active(tables, c)) break;
+        for (end = from; (c = char_at(tok, text, end)).n; end += c.n) {
+            if (end > from && !is_active(tables, c)) break;
             decompose(tok, &keys, c.c);
         }
         order_and_compose(tok, &keys);
@@ -2089,13 +2112,13 @@ static void merge_piece(const Tokenizer *tok, Bytes piece, Ids *out) {
 }
 #else
 // A token of a piece while it merges, known by where its bytes begin. The 2 n nodes of n bytes are
-// a tree of what merges next. Leaf n + i is the priority of symbol i with the next one, above n - i
-// (so of equal ones the leftmost wins), or 0 if the two make no token. Node i < n is the larger of
-// nodes 2 i and 2 i + 1. So node 1 is the largest of all.
+// a tree of what merges next. Leaf n + i has in its high bits the priority of symbol i with the
+// next one, in its low bits n - i: so of equal ones the leftmost wins. It is 0 if the two make no
+// token. Node i < n is the larger of nodes 2 i and 2 i + 1. So node 1 is the largest of all.
 typedef struct Symbol {
     uint32_t prev;  // where the one before it begins
     uint32_t next;  // where the one after it begins; n: there is none, or it was merged away
-    uint64_t node;
+    uint64_t node;  // of the tree: the elements from n on are only this
 } Symbol;
 
 // Updates the leaf of the symbol at `begin`: what it makes with the next one. Then the tree above.
@@ -2551,7 +2574,7 @@ static bool is_bidi(uint32_t c) {
 // become U+FFFD. An answer keeps \n, \r\n and \t.
 static void add_printable(Buffer *out, Bytes text, bool answer) {
     for (size_t at = 0; at < text.n;) {
-        const Char c = code_point_at(text, at);
+        const Char c = decode_at(text, at);
         const bool crlf = c.c == '\r' && at + 1 < text.n && text.p[at + 1] == '\n';
         const bool kept = answer && (c.c == '\n' || c.c == '\t' || crlf);
         const bool shown = kept || (c.c < BAD_BYTE && !is_control(c.c) && !is_bidi(c.c));
@@ -2600,6 +2623,16 @@ INLINE void progress_add(int n) {
     else progress_show(done, (double)done / all, text);
 }
 
+// Writes results to stdout: to a terminal what it may show, after the progress.
+static void write_results(Bytes text) {
+    const bool terminal = is_terminal(STDOUT_FILENO);
+    Buffer shown = {0};
+    if (terminal) progress_end();
+    if (terminal) add_printable(&shown, text, true);
+    write_stdout(terminal ? bytes_of(&shown) : text);
+    free(shown.p);
+}
+
 static void report(const char *fmt, ...) {
     static char text[1 << 13];  // two paths and what is wrong; a longer message loses its end
     static uint8_t line[3 * sizeof(text) + 1];  // static: the stack may be small (ulimit -s)
@@ -2617,7 +2650,7 @@ struct Writer {
     bool chat;      // thinking is set apart from the answer
     bool terminal;  // stdout is a terminal
     bool thinking;  // what comes now is thinking
-    bool between;   // thinking has ended, and only newlines came since: only a terminal shows these
+    bool trims;     // thinking has ended: newlines that follow are not written
     Buffer *to;     // of a list: gets the answer, and thinking is lost; NULL: stdout and stderr do
     Bytes stop;     // -x: the answer ends before this text
     size_t cut;     // bytes that were drawn, but are not written because of it
@@ -2629,11 +2662,7 @@ struct Writer {
 static size_t unfinished(Bytes text, bool printable) {
     if (printable && text.n && text.p[text.n - 1] == '\r') return 1;
     for (size_t n = 1; n <= 3 && n <= text.n; n++) {
-        const uint8_t *last = text.p + text.n - n;
-        const uint8_t rest = *last & 15 ? 0x80 : 0xBF;  // can follow: 0x80 is overlong after E0, F0
-        uint8_t u[4] = {rest, rest, rest, rest};
-        memcpy(u, last, n);
-        if (code_point_at((Bytes){u, 4}, 0).n > (int)n) return n;
+        if (begins_char(bytes_from(text, text.n - n))) return n;
     }
     return 0;
 }
@@ -2660,8 +2689,8 @@ static void writer_flush(Writer *out, size_t keep) {
 
 // Sets whether thinking comes now. Called where an answer or its thinking begins or ends.
 static void writer_thinks(Writer *out, bool thinking) {
-    out->between = out->thinking && !thinking;
-    if (out->between && !out->terminal) buffer_add(&out->held, bytes("\n"));  // ends the line there
+    out->trims = out->thinking && !thinking;
+    if (out->trims) buffer_add(&out->held, bytes(out->terminal ? "\n\n" : "\n"));
     writer_flush(out, 0);
     out->thinking = thinking && out->chat;
 }
@@ -2677,10 +2706,8 @@ static bool writer_token(Writer *out, const Tokenizer *tok, int id) {
     Buffer *held = &out->held;
     Bytes text = tok->kind[id] & SPECIAL ? (Bytes){0} : tok->text[id];
     if (id == tok->think && out->chat) writer_thinks(out, true);
-    for (; out->between && text.n && *text.p == '\n'; text = bytes_from(text, 1)) {
-        if (out->terminal) write_stdout(bytes("\n"));
-    }
-    if (text.n) out->between = false;
+    while (out->trims && text.n && *text.p == '\n') text = bytes_from(text, 1);
+    out->trims &= text.n == 0;
     buffer_add(held, text);
     const Bytes stop = out->thinking ? (Bytes){0} : out->stop;
     const size_t at = find_stop(bytes_of(held), stop);
@@ -2695,9 +2722,14 @@ static bool writer_token(Writer *out, const Tokenizer *tok, int id) {
     return true;
 }
 
+// Ends an answer. One U+FFFD stands for half a character at its end.
 static void writer_end(Writer *out) {
+    const size_t half = unfinished(bytes_of(&out->held), false);
+    const bool ended = out->terminal && out->thinking;  // the line, by writer_thinks
+    out->held.n -= half;
+    buffer_add(&out->held, bytes(half ? "\uFFFD" : ""));
     writer_thinks(out, false);
-    if (!out->to && (out->chat || out->terminal)) write_stdout(bytes("\n"));
+    if (!out->to && !ended && (out->chat || out->terminal)) write_stdout(bytes("\n"));
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -3182,6 +3214,8 @@ static void give_notices(App *app) {
         notice("tokenizer: no Unicode data, exact on ASCII only; export the model again");
     if (e->tokenizer.tables->lacks_nfc)
         notice("tokenizer: an older file, exact for texts in NFC; export the model again");
+    if (chat && e->tokenizer.tables->guessed_chat)
+        notice("chat template: more than fixed strings, ChatML is in its place");
     if (o->mode < 0 && !chat)
         notice("mode: %s, as this is no chat model; -m chat overrides it", modes[mode].name);
     if (mode == EMBED && e->tokenizer.tables->has_classes && e->tokenizer.tables->mode != EMBED)
@@ -3210,11 +3244,11 @@ static void give_notices(App *app) {
 // ------------------------------------------------------------------------------------------------
 // Results: an answer, ids, a score, a vector or given answers, as a line or as members of an object
 
-// Appends a text as a JSON string. What is not UTF-8 is \ufffd.
-static void buffer_add_json(Buffer *b, Bytes text) {
+// Appends a text as a JSON string. What is not UTF-8 is \ufffd: once, or for each byte.
+static void buffer_add_json(Buffer *b, Bytes text, bool each_byte) {
     buffer_add(b, bytes("\""));
     for (size_t at = 0; at < text.n;) {
-        const Char c = code_point_at(text, at);
+        const Char c = each_byte ? code_point_at(text, at) : decode_at(text, at);
         if (c.c >= BAD_BYTE) buffer_print(b, "\\ufffd");
         else if (is_control(c.c)) buffer_print(b, "\\u%04x", c.c);
         else if (c.c == '"' || c.c == '\\') buffer_print(b, "\\%c", c.c);
@@ -3242,10 +3276,10 @@ static void buffer_add_choices(Buffer *out, const Slot *slot, int kind) {
     const double *nll = slot->own.nll;
     double sum, mass;
     const int best = find_likeliest(slot, &sum, &mass);
-    buffer_add_json(out, bytes_of(&all->p[best].text));
+    buffer_add_json(out, bytes_of(&all->p[best].text), false);
     for (int i = 0; i < all->n; i++) {
         buffer_add(out, bytes(i ? "," : ",\"p\":{"));
-        buffer_add_json(out, bytes_of(&all->p[i].text));
+        buffer_add_json(out, bytes_of(&all->p[i].text), false);
         buffer_print(out, ":%.*g", SCORE_DIGITS, exp(nll[best] - nll[i]) / sum);
     }
     buffer_print(out, "},\"mass\":%.*g", SCORE_DIGITS, mass);
@@ -3277,10 +3311,10 @@ static void add_result(Buffer *line, const Engine *e, const Text *t, const Ids *
     else if (kind == EMBED) buffer_add(line, bytes_of(&t->slot->own.out));
     else if (kind == TOKENIZE) buffer_add_ids(line, ids, object);
     else if (kind == PERPLEXITY) buffer_add_score(line, t, object);
-    else buffer_add_json(line, bytes_of(&t->slot->own.out));
+    else buffer_add_json(line, bytes_of(&t->slot->own.out), false);
     if (object && error) {
         buffer_add(line, bytes(",\"error\":"));
-        buffer_add_json(line, bytes(error));
+        buffer_add_json(line, bytes(error), false);
     } else if (object && modes[kind].has_answers && kind < CHOICES) {
         buffer_print(line, ",\"end\":\"%s\"", endings[t->ending].name);
     }
@@ -3910,14 +3944,14 @@ static void run_raw(App *app, Bytes text) {
     } else if (e->mode == TOKENIZE && app->options.verbose) {
         for (size_t i = 0; i < ids->n; i++) {
             buffer_print(&lines, "%d ", ids->p[i]);
-            buffer_add_json(&lines, e->tokenizer.text[ids->p[i]]);
+            buffer_add_json(&lines, e->tokenizer.text[ids->p[i]], true);
             buffer_add(&lines, bytes("\n"));
         }
     } else {
         const Text *t = e->mode == TOKENIZE ? NULL : run_request(app);
         if (!t || t->ending == COMPLETE) add_result(&lines, e, t, ids, NULL);
     }
-    write_stdout(bytes_of(&lines));
+    write_results(bytes_of(&lines));
     free(lines.p);
 }
 
@@ -4193,19 +4227,14 @@ static Buffer *line_of(List *l, size_t number) { return &l->lines[number % AHEAD
 // Writes the next line. What FILE ended with (see Going on with a list) has to be the same, and is
 // not written again.
 static void write_line(List *l) {
-    const bool terminal = is_terminal(STDOUT_FILENO);
     Buffer *buffer = line_of(l, l->written);
     const Bytes line = bytes_of(buffer);
     const size_t known = min_size(l->tail.n, line.n);
-    Buffer shown = {0};
     if (!bytes_equal((Bytes){l->tail.p, known}, (Bytes){line.p, known}))
         die("%s: another run's, expected this one's or a new FILE: the list, the prompt, the "
             "model, an option or the build has changed", l->app->options.out);
     buffer_cut(&l->tail, known);
-    if (terminal) progress_end();
-    if (terminal) add_printable(&shown, line, true);
-    write_stdout(terminal ? bytes_of(&shown) : bytes_from(line, known));
-    free(shown.p);
+    write_results(bytes_from(line, known));
     free(buffer->p);
     *buffer = (Buffer){0};
     l->written++;

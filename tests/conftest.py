@@ -2,6 +2,7 @@
 
 The programs are black boxes here. QWEN3=path runs another build (say, one with sanitizers).
 """
+import codecs
 import contextlib
 import fcntl
 import functools
@@ -326,12 +327,16 @@ WORDS = ("the old lighthouse keeper wind harvest It's 1999-12-31 Größe naïve 
          "France? What is your name <|im_end|> <think> \"quoted\" back\\slash e\u0301 ~~~ Tell me a story").split(" ")
 
 
-def json_string(data):
-    """As `tokenize -v` writes a token's bytes: each byte that is not UTF-8 is \\ufffd."""
+codecs.register_error("surrogate", lambda error: ("\udc80", error.end))    # one for each maximal subpart
+
+
+def json_string(data, errors="surrogate"):
+    """As an answer is written: what is not UTF-8 is \\ufffd, as often as Python decodes it to U+FFFD. With
+    "surrogateescape" as `tokenize -v` writes a token: each byte."""
     def escape(match):
         c = match[0]
         return "\\" + c if c in '"\\' else r"\ufffd" if c >= "\udc80" else f"\\u{ord(c):04x}"
-    text = data.decode("utf-8", "surrogateescape")
+    text = data.decode("utf-8", errors)
     return b'"%s"' % re.sub('["\\\\\0-\x1f\x7f-\x9f\udc80-\udcff]', escape, text).encode()
 
 

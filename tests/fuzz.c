@@ -448,7 +448,7 @@ static void fuzz_tokenizer(Bytes in) {
 
 // NFC(s) without the shortcut: all characters are decomposed, ordered and composed.
 static Buffer slow_nfc(const Tokenizer *t, Bytes s) {
-    Words chars = {0};
+    Keys chars = {0};
     Buffer out = {0};
     for (size_t at = 0; at < s.n;) {
         Char c = char_at(t, s, at);
@@ -700,7 +700,7 @@ static Buffer line_alone(int argc, char **argv, Bytes prefix, Bytes text) {
         buffer_add(&line, out);
         return line;
     }
-    buffer_add_json(&line, rest(out.p, out.n - (app.engine.mode == CHAT)));
+    buffer_add_json(&line, rest(out.p, out.n - (app.engine.mode == CHAT)), false);
     buffer_add(&line, bytes("\n"));
     return line;
 }
@@ -868,6 +868,16 @@ static bool ends_inside_character(Bytes s) {    // by trying what could follow
     return false;
 }
 
+// The text after `from` with U+FFFD for half a character at its end
+static void end_inside(Buffer *b, size_t from) {
+    for (size_t n = 1; n <= 3 && n + from <= b->n; n++) {
+        if (!ends_inside_character(rest(b->p + b->n - n, n))) continue;
+        b->n -= n;
+        buffer_add(b, bytes("\uFFFD"));
+        return;
+    }
+}
+
 // The first `stop` in the text, or its end
 static size_t naive_find(Bytes text, Bytes stop) {
     for (size_t at = 0; stop.n && at + stop.n <= text.n; at++) {
@@ -876,7 +886,8 @@ static size_t naive_find(Bytes text, Bytes stop) {
     return text.n;
 }
 
-// The text with U+FFFD for control characters and for bytes that are not UTF-8
+// The text with U+FFFD for control characters and for bytes that are not UTF-8: one for all that begin
+// a character which is cut
 static Buffer naive_printable(Bytes s) {
     Buffer out = {0};
     for (size_t i = 0, n = 0; i < s.n; i += n) {
@@ -884,7 +895,12 @@ static Buffer naive_printable(Bytes s) {
         int next = i + 1 < s.n ? s.p[i + 1] : -1;
         bool shown = c.c == '\n' || c.c == '\t' || (c.c == '\r' && next == '\n') ||
                      (c.c >= 32 && c.c < 127) || (c.c >= 160 && c.c < 0x110000);
+        shown &= (c.c < 0x202A || c.c > 0x202E) && (c.c < 0x2066 || c.c > 0x2069);
         n = c.n;
+        for (size_t k = 3; k > 1 && c.c >= BAD_BYTE && n == 1; k--) {
+            if (k <= s.n - i && ends_inside_character(rest(s.p + i, k)) && !ends_inside_character(rest(s.p + i + 1, k - 1)))
+                n = k;
+        }
         buffer_add(&out, shown ? rest(s.p + i, n) : bytes("\uFFFD"));
     }
     return out;
@@ -944,6 +960,7 @@ static void fuzz_writer(Bytes in) {
         else buffer_add(&out, rest(text.p, text.n - w.held.n));
         CHECK(bytes_equal(rest(written, n_written), bytes_of(&out)));
     }
+    if (!w.thinking) end_inside(&answer, answer_begin);
     writer_end(&w);
     CHECK(!w.thinking && w.held.n == 0);
     if (w.terminal) CHECK(harmless(written, n_written));
@@ -953,7 +970,7 @@ static void fuzz_writer(Bytes in) {
     Bytes text = rest(all.p, naive_find(bytes_of(&all), stop));
     CHECK(w.cut == all.n - text.n);
     Buffer out = naive_printable(text);
-    if (!w.terminal) out.n = 0, buffer_add(&out, text);
+    if (!w.terminal) out.n = 0, buffer_add(&out, text), end_inside(&out, 0);
     if (w.terminal) buffer_add(&out, bytes("\n"));
     CHECK(bytes_equal(rest(written, n_written), bytes_of(&out)));
 }

@@ -14,7 +14,7 @@ static Ids ids;
 static const char *piece(int id) {
     static Buffer line;
     line.n = 0;
-    buffer_add_json(&line, app.engine.tokenizer.text[id]);
+    buffer_add_json(&line, app.engine.tokenizer.text[id], true);
     buffer_add(&line, (Bytes){(uint8_t *)"", 1});
     return (char *)line.p;
 }

@@ -1186,7 +1186,7 @@ static void test_printable(void) {
         {"\x7F\xC2\x9B", "\uFFFD\uFFFD"}, {"\u00A0\u00E9\u20AC\U0001F642", "\u00A0\u00E9\u20AC\U0001F642"},
         {"\x9B" "2J", "\uFFFD2J"}, {"\x80\x85\x9F", "\uFFFD\uFFFD\uFFFD"},
         {"\xFF\xC0\x80", "\uFFFD\uFFFD\uFFFD"},
-        {"\xC3", "\uFFFD"}, {"\xE2\x82(", "\uFFFD\uFFFD("}, {"\xED\xA0\x80", "\uFFFD\uFFFD\uFFFD"}};
+        {"\xC3", "\uFFFD"}, {"\xE2\x82(\xF0\x9F\x99", "\uFFFD(\uFFFD"}, {"\xED\xA0\x80", "\uFFFD\uFFFD\uFFFD"}};
     Buffer shown = {0};
     for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); i++, shown.n = 0) {
         add_printable(&shown, bytes(cases[i].text), true);

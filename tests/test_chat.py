@@ -272,6 +272,15 @@ def test_file_without_a_chat_format(chain, tiny, tmp_path):
         assert prompts(result) == [tokenize(model, text + block)]
 
 
+def test_a_template_that_is_more_than_fixed_strings(chain, tmp_path):
+    """ChatML is in its place, and each chat says so once."""
+    model = change_sections(copy_model(chain("Ċ", "a", END), tmp_path), lambda sections: sections.update({b"gues": b""}))
+    run = (model, "-t", 0, "-n", 1, "-s", 1)
+    for args, times in [((), 1), (("-q",), 0), (("-m", "generate"), 0), (("-m", "tokenize"), 0)]:
+        said = qwen3(*run, *args, "-l", "-", stdin=b"a\nb\n").stderr
+        assert said.count(b"qwen3: chat template: more than fixed strings, ChatML") == times, args
+
+
 # -- at a terminal (pexpect: stdin, stdout and stderr are all the terminal, unless redirected)
 
 def test_only_answers_on_stdout(tiny, tmp_path):

@@ -1,11 +1,14 @@
 """The command line as scripts see it: options, prompt sources, output, exit status. No terminals
 here (test_chat.py has those), and nothing about the numbers (test_model.py)."""
+import codecs
 import json
 import os
+import random
 import re
 import shlex
 import struct
 import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -414,7 +417,16 @@ def test_tokens_one_by_one(small):
     lines = output(small, "-m", "tokenize", "-v", stdin=text).decode()
     assert lines.isascii() and all(token in lines for token in (r'"\u007f"', r'"\ufffd"', '"<|im_end|>"'))
     assert lines.split("\n")[:-1] == [
-        f"{id} {json_string(tokens[id]).decode()}" for id in tokenize(small, text)]
+        f"{id} {json_string(tokens[id], 'surrogateescape').decode()}" for id in tokenize(small, text)]
+
+
+def test_tokens_on_a_terminal(small, tmp_path):
+    """No direction of a token turns the line."""
+    model, name = copy_model(small, tmp_path), "<|\u202eabc|>"
+    file = Path(f"{model}.tokenizer")
+    file.write_bytes(file.read_bytes().replace(END.encode(), name.encode(), 1))
+    child = spawn(model, "-m", "tokenize", "-v", "-i", name)
+    assert finish(child) == 0 and "<|\ufffdabc|>" in child.before.decode() and "\u202e" not in child.before.decode()
 
 
 def test_lines_fit_into_80_columns():
@@ -537,11 +549,28 @@ def test_base_model_continues_texts(base):
     (("<|im_start|>", "b", "<tool_call>", "<|box_start|>", "c", "<think>", "d", "</think>", "<|fim_pad|>", "e", END),
      b"b<tool_call>c<think>d</think><|fim_pad|>e"),     # special tokens are not printed, others are
     *[((*spell(data), END), data) for data in (         # characters whose bytes are tokens come out whole
-        b"\xc3\xa9", b"\xf0\x9f\x99\x82", b"\xf0\x9f\x99", b"\xc3", b"\xff", b"\xe2\x82Z", b"\x80\xc3\xa9",
+        b"\xc3\xa9", b"\xf0\x9f\x99\x82", b"\xff", b"\xe2\x82Z", b"\x80\xc3\xa9",
         b"\xf0\x9f\xc3\xa9", b"\xed\xa0\x80", b"\0", b"%n")]], ids=ascii)
 def test_what_is_written(chain, tokens, text):
     result = qwen3(chain("a", *tokens, *["<|im_start|>"] * (tokens[-1] != END)), "-m", "generate", "-i", "a", "-t", 0, "-q")
     assert result.stdout == text and result.returncode == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_answers_that_end_inside_a_character(chain, tmp_path, seed):
+    """One U+FFFD stands for what is there of it. JSON has as many as Python makes of the whole answer."""
+    r = random.Random(seed)
+    data = bytes(r.sample(range(0x78, 0x100), 60))      # each once, as a chain goes on from each token
+    data = re.sub(b"[\xc2-\xf4][\x80-\xbf]?$", b"", data)  # -n cuts inside characters, the end is none
+    run = (chain("a", *spell(data), END), "-m", "generate", "-t", 0, "-q")
+    (tmp_path / "list").write_text("a\n")
+    cuts = [n for n in range(1, len(data)) if data[n - 1] >= 0xC2]
+    for n in [*r.sample(cuts, 9), len(data)]:
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        decoder.decode(data[:n])
+        half = len(decoder.getstate()[0])
+        assert output(*run, "-i", "a", "-n", n) == data[:n - half] + "\ufffd".encode() * (half > 0)
+        assert json.loads(output(*run, "-l", tmp_path / "list", "-n", n)) == data[:n].decode(errors="replace")
 
 
 def test_generate_without_prompt_starts_from_endoftext(chain, tokenizer):
