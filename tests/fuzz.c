@@ -202,7 +202,7 @@ static int fuzz_fprintf(const char *format, ...) {
 #define write(fd, p, n) fuzz_write(p, n)
 #define ioctl(fd, request, n) fuzz_waiting(n)
 #define poll(...) fuzz_poll(__VA_ARGS__)
-#define isatty(fd) (terminals >> (fd) & 1)
+#define isatty(fd) ((fd) < 3 && (terminals >> (fd) & 1))
 #define tcgetattr(fd, mode) (-1)
 #define nanosleep(time, rest) (void)0
 #define fprintf(stream, ...) fuzz_fprintf(__VA_ARGS__)
