@@ -2223,6 +2223,8 @@ typedef struct Slot {  // what Part II keeps of a text, beside Text
     int thought;       // tokens of thinking that were drawn
     int closed_by;     // the Ending for which budget_text closed its thinking, or NOT_CLOSED
     int choice;        // the given answer that is scored, or what comes before these
+    int n_begun;       // given answers that were scored, or are
+    struct Slot *asker;  // whose given answers it scores: its own, or a text's that is alone
     // Many texts at once only:
     int n_blocks;      // how many blocks it has
     size_t before;     // ids that had run when it had to wait; 0: it did not, or runs again
@@ -2877,31 +2879,38 @@ static void score_first_ids(Engine *e, Text *t) {
     t->n_prompt = t->ids.n;  // what all TEXTs follow
 }
 
-// Goes on with what is next (see Slot.choice). Returns false after the last TEXT, or if one fails.
-static bool next_choice(Engine *e, Text *t) {
-    Slot *slot = t->slot;
-    const Choices *all = &slot->own.choices;
-    if (t->ending == FAILED) return false;
-    if (slot->choice == THINKS) return end_thinking(e, t), true;
-    if (slot->choice == FIRST_IDS) score_first_ids(e, t);
-    else slot->own.nll[slot->choice] = t->nll;
-    while (++slot->choice < all->n) {
-        const Choice *c = &all->p[slot->choice];
+// Starts the next TEXT of the asker that is not known by its first id. Returns false if there is
+// none, or if one fails.
+static bool start_choice(Engine *e, Text *t) {
+    Slot *slot = t->slot, *asker = slot->asker;
+    const Choices *all = &asker->own.choices;
+    while ((slot->choice = asker->n_begun) < all->n) {
+        const Choice *c = &all->p[asker->n_begun++];
         const size_t from = t->n_prompt - all->before;
         size_t same = from;
-        slot->counted += c->n_tokens;
-        t->nll = all->before ? 0 : slot->own.nll[slot->choice];
+        asker->counted += c->n_tokens;
+        t->nll = all->before ? 0 : asker->own.nll[slot->choice];
         t->ending = isfinite(t->nll) ? COMPLETE : FAILED;
         if (t->ending == FAILED) return false;
         if (c->ids.n == 1) continue;  // it is known
         t->target = t->n_prompt + (all->before == 0);
         while (same + 1 < t->target && t->ids.p[same] == c->ids.p[same - from]) same++;
-        drop_after(e, t, same);
+        drop_after(e, t, min_size(t->n_run, same));
         t->ids.n = from;
         for (size_t i = 0; i < c->ids.n; i++) ids_add(&t->ids, c->ids.p[i]);
         return true;
     }
     return false;
+}
+
+// Goes on with what is next (see Slot.choice). Returns false after the last TEXT, or if one fails.
+static bool next_choice(Engine *e, Text *t) {
+    Slot *slot = t->slot;
+    if (t->ending == FAILED) return false;
+    if (slot->choice == THINKS) return end_thinking(e, t), true;
+    if (slot->choice == FIRST_IDS) score_first_ids(e, t);
+    else slot->asker->own.nll[slot->choice] = t->nll;
+    return start_choice(e, t);
 }
 
 // Returns the likeliest TEXT's number, best. exp(nll[best] - nll[i]) / *sum is the share of TEXT i,
@@ -2962,7 +2971,7 @@ static Text *add_text(Engine *e, const Ids *prompt, uint64_t rng, bool goes_on) 
     slot->own.choices = e->choices;
     if (e->kind == OWN_CHOICES) e->choices = last;  // whose memory the next text's take
     *slot = (Slot){.engine = e, .own = slot->own, .start = now(), .closed_by = NOT_CLOSED,
-                   .choice = THINKS};
+                   .choice = THINKS, .asker = slot};
     *t = (Text){.ids = *all, .target = n, .n_prompt = n,
                 .context = context - kept,
                 .max_ids = e->max_new < 0 ? SIZE_MAX : n + e->max_new, .embeds = e->mode == EMBED,
@@ -3079,7 +3088,9 @@ enum { N_OPTIONS = sizeof(options) / sizeof(*options) };
 
 static bool is_list(const Options *o) { return o->list || o->json_list; }
 static bool is_seeded(const Options *o) { return o->given['s'] || o->out; }  // not by the clock
-static int places_for(const Options *o) { return is_list(o) ? min_int(MOST_TEXTS, o->batch) : 1; }
+static int places_for(const Options *o) {
+    return is_list(o) || o->answers ? min_int(MOST_TEXTS, o->batch) : 1;
+}
 
 typedef struct {
     Options options;
@@ -3378,6 +3389,23 @@ static void conversation_drop(Conversation *talk, size_t first, size_t end) {
     talk->n -= end - first;
 }
 
+// Lets the other places score given answers of a text that is alone: they run in one pass. Returns
+// false if one fails.
+static bool add_helpers(Engine *e, const Text *t) {
+    Slot *asker = t->slot;
+    bool good = true;
+    const Ids prompt = {t->ids.p, t->n_prompt, 0};
+    while (asker->n_begun < asker->own.choices.n && e->n_texts < e->most_texts) {
+        Text *other = add_text(e, &prompt, 0, true);
+        other->slot->asker = asker;
+        const bool more = start_choice(e, other);
+        good &= other->ending != FAILED;
+        other->ending = GOES_ON;
+        if (!more) remove_text(e, other);
+    }
+    return good;
+}
+
 // Runs the prompt alone, to its end or Ctrl-C, and returns its text.
 static Text *run_request(App *app) {
     Engine *e = &app->engine;
@@ -3385,14 +3413,20 @@ static Text *run_request(App *app) {
     e->prompt_end = 0;
     start_texts(e);  // sets n_run to what is cached
     const size_t n = e->mode == PERPLEXITY ? app->prompt.n - 1 : t->target;  // that must run
+    bool failed = false;
     progress = (struct Progress){.tokens = n - t->n_run, .layers = e->model.config.n_layers,
                                  .start = now()};
     while (e->n_texts > 0 && run_pass(e)) {
-        if (t->ending != GOES_ON) end_text(e, t);
+        for (int i = e->n_running - 1; i >= 0; i--) {
+            Text *running = e->order[i];
+            if (running->ending != GOES_ON) end_text(e, running);
+            failed |= running->ending == FAILED;
+        }
+        if (t->slot->choice >= 0) failed |= !add_helpers(e, t);
     }
     progress_end();
-    if (e->n_texts > 0) remove_text(e, t);  // stopped
-    if (t->ending == FAILED) die("%s", damage_error(e));
+    for (; e->n_texts > 0; t->ending = INTERRUPTED) remove_text(e, e->order[0]);
+    if (failed) die("%s", damage_error(e));
     if (e->prompt_end == 0) e->prompt_end = now();
     return t;
 }
