@@ -5039,6 +5039,8 @@ static float *floats(size_t count) { return activations(count, sizeof(float)); }
 #define SIMD "-DPLAIN"
 
 static void start_threads(int count) { (void)count; }
+
+static double position_size(const Config *c) { return 8.0 * c->n_layers * c->kv_dim; }  // State's
 #else  // not PLAIN, up to the end of the section "The work of a layer"
 
 // ------------------------------------------------------------------------------------------------
@@ -5077,6 +5079,8 @@ static size_t block_at(const Config *c, size_t block, size_t pair) {
 }
 
 static size_t block_size(const Config *c) { return block_at(c, 1, 0); }  // block 1 follows block 0
+
+static double position_size(const Config *c) { return 4.0 * block_size(c) / BLOCK; }
 
 // What a pair has of the block of a text's position pos. From here on, this part is called a block.
 static float *cache_block(const Pass *p, size_t pair, const int *blocks, int pos) {
@@ -5941,14 +5945,6 @@ static float *classify(Pass *p, int n) {
 
 static const char *version(void) { return "qwen3 " VERSION " (" SIMD ")\n"; }
 
-static double position_size(const Config *c) {
-#ifdef PLAIN
-    return 2.0 * c->n_layers * c->kv_dim * sizeof(float);
-#else
-    return block_size(c) * sizeof(float) / (double)BLOCK;
-#endif
-}
-
 // Returns for what memory lacks where a cache of so many bytes finds none: with contexts that half
 // of them would hold, and a quarter of the memory.
 static const char *no_cache(const Config *c, double size) {
@@ -6030,8 +6026,8 @@ static Pass *pass_init(const Model *m, int batch, int logit_rows, int texts) {
         own->task = activations(1, sizeof(AttentionTask));
         *own->task = (AttentionTask){.c = c, .score = floats(ATT_TASK * SCORE_STRIDE),
                                      .q = floats(ATT_TASK * c->head_dim),
-                                     .sum = floats(ATT_TASK * value_dim(c))};
-        if (c->cache_bits == 8) own->task->unpacked = floats(SPAN * (c->head_dim + value_dim(c)));
+                                     .sum = floats(ATT_TASK * value_dim(c)),
+                                     .unpacked = floats(SPAN * (c->head_dim + value_dim(c)))};
     }
     return p;
 }
@@ -6311,10 +6307,9 @@ static Bytes file_map(const char *path) {
     void *p = mmap(NULL, size, PROT_READ, MAP_SHARED, fd, 0);
     if (p == MAP_FAILED) die("%s: can't be mapped: %s", path, strerror(errno));
     close(fd);
-#ifdef MADV_HUGEPAGE  // of 2 MB, if the file system has them: fewer TLB misses. Not if memory may
-    // be too small for the model: an expert's matrix, often of less than 1 MB, would read more.
-    if (size < 0.75 * memory_size()) madvise(p, size, MADV_HUGEPAGE);
-#endif
+    // Of 2 MB, if the file system has them: fewer TLB misses. Not if memory may be too small for
+    // the model: an expert's matrix, often of less than 1 MB, would read more.
+    if (size < 0.75 * memory_size()) use_huge_pages(p, size);
     return (Bytes){p, size};
 }
 

@@ -19,7 +19,7 @@ typedef struct {
 } Rate;
 
 static Model m;
-static Pass *pass;
+static Pass *pass, *passes[2];  // with a cache of 32 bits, or of 8: use_cache says which runs
 static int *text;
 static int ids[16384];
 static double effort = 1;  // less for a model that shows nothing but that everything runs
@@ -233,6 +233,11 @@ static double run_read(int kernel) {
 }
 
 // ---- What we do
+
+static void use_cache(int bits) {
+    m.config.cache_bits = bits;
+    pass = passes[bits == 8];
+}
 
 // A prompt of n tokens, cut as the program cuts it, and the scores of the next token.
 static double run_prompt(int n) {
@@ -450,13 +455,14 @@ typedef struct {
     int seconds;       // that a prompt may take
     int texts[9];      // so many together
     int answer;        // the length of the answers of these
+    int packed;        // what is longer than this is measured with -C 8, too
 } Plan;
 
-static const Plan usual = {{32, 512, 4096, -1}, {0, 4000, -1}, 4096, 40, {32, -1}, 16};
+static const Plan usual = {{32, 512, 4096, -1}, {0, 4000, 16000, -1}, 16000, 40, {32, -1}, 16, 512};
 static const Plan curve = {{32, 128, 512, 1024, 2048, 4096, 8192, 16384, -1},
-                           {32, 128, 512, 1024, 2048, 4096, 8192, 16384, -1}, 16384, 150, {-1}, 0};
-static const Plan decode = {{-1}, {0, -1}, 512, 0, {-1}, 0};
-static const Plan many = {{-1}, {0, -1}, 6144, 0, {1, 2, 4, 8, 16, 32, 64, -1}, 16};
+                           {32, 128, 512, 1024, 2048, 4096, 8192, 16384, -1}, 16384, 150, {-1}, 0, INT_MAX};
+static const Plan decode = {{-1}, {0, -1}, 512, 0, {-1}, 0, INT_MAX};
+static const Plan many = {{-1}, {0, -1}, 6144, 0, {1, 2, 4, 8, 16, 32, 64, -1}, 16, INT_MAX};
 
 // Would this take longer than one cares to wait? Then it is not run.
 static bool too_slow(const char *name, double seconds, int most) {
@@ -501,18 +507,18 @@ static void bench_texts(const char *name, int texts, int prompt, int answer, dou
     end_row(r.best / better(passes, again).best, beside);
 }
 
-// All rows for one number of threads. Decoding comes last and follows whatever is in the cache.
-static void bench(const Plan *plan, int threads) {
-    const int context = m.state.context;
+// The rows of prompts, which leave the rate of decoding at position 0 in *alone. Decoding comes last and follows
+// whatever is in the cache.
+static void bench_lengths(const Plan *plan, double *alone) {
+    static double of_512;  // the rate of a prompt of 512, in terms of the int8 peak beside it
+    const int context = m.state.context, packed = m.config.cache_bits == 8;
+    const char *with = packed ? " -C 8" : "";
     char name[64];
     Rate r = {.best = 1e9};
-    double alone = 0;   // the rate of decoding at position 0
-    double of_512 = 0;  // the rate of a prompt of 512, in terms of the int8 peak beside it
-    n_threads = threads;
-    machine.last = machine.ever = measure_machine();
     for (int i = 0; plan->prompts[i] >= 0; i++) {
         int n = min_int(plan->prompts[i], context - 1);
-        snprintf(name, sizeof(name), "prompt of %d", n);
+        if (packed && plan->prompts[i] <= plan->packed) continue;
+        snprintf(name, sizeof(name), "prompt of %d%s", n, with);
         if (too_slow(name, n / r.best, plan->seconds)) continue;
         r = measure_row(run_prompt, n, 4);
         print_row(name, r, 1, "tok/s");
@@ -527,12 +533,25 @@ static void bench(const Plan *plan, int threads) {
     }
     for (int i = 0; plan->positions[i] >= 0; i++) {
         int pos = min_int(plan->positions[i], context - 1);
-        snprintf(name, sizeof(name), "decode at %d", pos);
+        if (packed && plan->positions[i] <= plan->packed) continue;
+        snprintf(name, sizeof(name), "decode at %d%s", pos, with);
         r = measure_row(run_decode, pos, 3);
         print_row(name, r, 1, "tok/s");
         end_row(r.best * token_bytes(pos) / machine.beside.read.best, "of the memory's rate");
-        if (pos == 0) alone = r.best;
+        if (pos == 0) *alone = r.best;
     }
+}
+
+// All rows for one number of threads
+static void bench(const Plan *plan, int threads) {
+    char name[64];
+    double alone = 0;  // the rate of decoding at position 0
+    n_threads = threads;
+    machine.last = machine.ever = measure_machine();
+    bench_lengths(plan, &alone);
+    use_cache(8);
+    bench_lengths(plan, &alone);
+    use_cache(32);
     if (peak == 0) peak = memory_peak();
     for (int i = 0; plan->texts[i] >= 0; i++) {
         const int n = plan->texts[i];
@@ -595,18 +614,23 @@ int main(int argc, char **argv) {
     printf("threads                            best    median         runs   of what the machine does\n");
     start_threads(cores);
     const int batch = parse_options(2, (char *[]){"", "MODEL"}).batch;
-    m.state.context = min_int(plan->longest + 1, g->max_seq_len);
-    m.config.cache_bits = getenv("CACHE") ? atoi(getenv("CACHE")) : 32;
-    pass = pass_init(&m, batch, MOST_TEXTS, 1);
+    // 16,000 positions take gigabytes: a quarter of the memory must hold them.
+    m.config.cache_bits = 32;
+    m.state.context = min_int((int)fmin(plan->longest, fmax(6144, memory_size() / 4 / position_size(g))) + 1, g->max_seq_len);
+    for (int packed = 0; packed < 2; packed++) {
+        m.config.cache_bits = packed ? 8 : 32;
+        pass = passes[packed] = pass_init(&m, batch, MOST_TEXTS, 1);
+        // A prompt may be skipped, and pages that were never written are quick to read.
+        memset(pass->cache, 0, (size_t)pass->n_blocks * block_size(g) * sizeof(float));
+    }
+    use_cache(32);
     make_tokenizer();
     text = whole_cache(pass);
     for (int i = 0; i < plan->longest; i++) ids[i] = (int)((i * 7919LL + 13) % g->vocab_size);
     read_start = (const char *)m.weights.layers[0].rms_att;
     read_blocks = (int)(weight_bytes() / READ_BLOCK);
-    // A prompt may be skipped, and pages that were never written are quick to read.
-    memset(pass->cache, 0, (size_t)(m.state.context / LANES) * block_at(g, 1, 0) * sizeof(float));
     bench(plan, n_threads);
     if (cores > 1) bench(plan, 1);
-    printf("\nmemory beside the mapped file: %.0f MB, of which the cache of %d positions: %.0f MB\n",
-           peak / 1e6, m.state.context, (token_bytes(m.state.context) - weight_bytes()) / 1e6);
+    printf("\nmemory beside the mapped file: %.0f MB, of which caches of %d positions, with 32 and with 8 bits: %.0f MB\n",
+           peak / 1e6, m.state.context, 1.3125 * (token_bytes(m.state.context) - weight_bytes()) / 1e6);
 }

@@ -605,6 +605,7 @@ static void fuzz_session(Bytes in) {
     app = (App){.options = parse_options(argc, argv), .engine = {.model = toy, .pass = own_pass(), .tokenizer = tiny}};
     Engine *e = &app.engine;
     Options *o = &app.options;
+    toy.config.cache_bits = e->model.config.cache_bits = o->cache_bits;
     CHECK(o->model && o->mode >= -1 && o->mode < N_MODES && o->batch >= 1 && o->batch <= 512);
     int most = e->model.state.context;
     e->pass->batch = min_int(o->batch, e->pass->batch);
@@ -643,6 +644,7 @@ static void fuzz_session(Bytes in) {
 static void app_start(App *app, int argc, char **argv) {
     Engine *e = &app->engine;
     *app = (App){.options = parse_options(argc, argv), .engine = {.model = toy, .pass = own_pass(), .tokenizer = tiny}};
+    toy.config.cache_bits = e->model.config.cache_bits = app->options.cache_bits;
     e->mode = app->options.mode;
     e->kind = app->options.choices.n ? CHOICES : (int)e->mode;
     e->pass->logit_rows = min_int(e->pass->batch, e->pass->logit_rows);
@@ -745,13 +747,14 @@ static void fuzz_list(Bytes in) {
         if (!memcmp(in.p + i, "\xFF\xFE", 2) || !memcmp(in.p + i, "\xFE\xFF", 2) || !memcmp(in.p + i, "\xEF\xBB", 2))
             return;
     }
-    char seed[16], *argv[24] = {"qwen3", "m.bin", "-s", seed, "-q"};
+    char seed[16], *argv[26] = {"qwen3", "m.bin", "-s", seed, "-q"};
     int argc = 5;
     const bool given = edges & 16 && flags % 5 < 2;
     char *options[] = {"-m", modes[flags % 5], "-n", lengths[more % 6], "-b", batches[cache >> 6],
                        flags & 8 ? "-y" : NULL, "Be brief.", flags & 16 && !given ? "-x" : NULL, "e",
                        flags & 32 ? "-r" : NULL, edges & 32 ? "3" : "1", flags & 64 ? "-t" : NULL, "0",
-                       given ? "-o" : NULL, choices[edges & 1 ? 2 : edges & 4 ? 1 : 0]};
+                       given ? "-o" : NULL, choices[edges & 1 ? 2 : edges & 4 ? 1 : 0],
+                       edges & 2 ? "-C" : NULL, "8"};
     for (size_t i = 0; i < sizeof(options) / sizeof(*options); i += 2) {
         if (options[i]) argv[argc++] = options[i], argv[argc++] = options[i + 1];
     }

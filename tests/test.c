@@ -494,6 +494,12 @@ static void test_attention(void) {
             for (int j = 0; j < me->n * m.config.q_dim; j++) me->q[j] = 5 * (float)uniform();
             check_attention(&m, me);
         }
+        cache_copy(p, blocks[1], blocks[0]);  // all of a block, its scales as well
+        for (int at = 0; at < BLOCK * m.config.head_dim; at++) {
+            const Row from = {.pos = at % BLOCK, .blocks = blocks}, to = {.pos = BLOCK + at % BLOCK, .blocks = blocks};
+            for (int value = 0; value < 2; value++)
+                CHECK(number_of(p, pair_of(me, 1), &from, at / BLOCK, value) == number_of(p, pair_of(me, 1), &to, at / BLOCK, value));
+        }
     }
 }
 

@@ -67,15 +67,16 @@ def test_definition(model):
 
 
 @pytest.mark.parametrize("n", [1, 7, 40, pytest.param(300, marks=pytest.mark.slow)])
-def test_same_bytes(tiny, n):
+@pytest.mark.parametrize("cache", [32, 8])
+def test_same_bytes(tiny, n, cache):
     texts = [f"Tell me {'a story ' * (i % 9)}{i}" for i in range(n)]
-    lines = run_list(tiny, texts, ANSWERS[1])
+    lines = run_list(tiny, texts, ANSWERS[1], "-C", cache)
     assert len(lines) == n
     for options in (("-b", 1), ("-b", 3), ("-b", 512), ("-j", 1), ("-j", 2)):
-        assert run_list(tiny, texts, ANSWERS[1], *options) == lines
+        assert run_list(tiny, texts, ANSWERS[1], "-C", cache, *options) == lines
     for text, line in list(zip(texts, lines))[:5]:
-        assert run_list(tiny, [text], ANSWERS[1]) == [line]
-    for line, other in zip(lines, run_list(tiny, texts, ANSWERS[1][::-1])):
+        assert run_list(tiny, [text], ANSWERS[1], "-C", cache) == [line]
+    for line, other in zip(lines, run_list(tiny, texts, ANSWERS[1][::-1], "-C", cache)):
         assert json.loads(line)["p"] == json.loads(other)["p"]
         assert json.loads(line)["mass"] == json.loads(other)["mass"]
 

@@ -203,4 +203,4 @@ def test_little_stack(small, tmp_path, kilobytes):
 @needs_address_space
 def test_too_many_threads_for_the_memory(small):
     result = shell(f"ulimit -v 200000; exec {QUOTED_QWEN3} {small} -i hello -n 3 -j 1024 -q")
-    assert_error(result, 1, "-j")
+    assert_error(result, 1, "memory", "-j")

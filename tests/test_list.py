@@ -76,8 +76,9 @@ ALIKE = [  # name, texts, options, how
     ("pieces of a perplexity", make_texts(12, seed=9, longest=100), ("-c", 20), {"mode": "perplexity"}),
     ("pieces of pieces", make_texts(6, seed=9, longest=100), ("-c", 20, "-b", 7), {"mode": "perplexity"})]
 @pytest.mark.parametrize("texts, args, how", [pytest.param(*row, id=name) for name, *row in ALIKE])
-def test_each_line_is_its_text_alone(tiny, texts, args, how):
-    check(tiny, texts, *args, **how)
+@pytest.mark.parametrize("cache", [32, 8])
+def test_each_line_is_its_text_alone(tiny, texts, args, how, cache):
+    check(tiny, texts, *args, "-C", cache, **how)
 
 
 def test_any_bytes(small):

@@ -203,12 +203,14 @@ def wide_experts(tmp_path_factory, tokenizer, wide_context):
 
 @pytest.mark.parametrize("options", CUTS, ids=lambda options: " ".join(map(str, options)))
 @pytest.mark.parametrize("model", ["wide_context", "wide_experts"])
-def test_same_bits_however_cut(request, model, options):
+@pytest.mark.parametrize("cache", [32, 8])
+def test_same_bits_however_cut(request, model, options, cache):
     path, file = request.getfixturevalue(model)
-    assert perplexity(path, "-f", file, *options) == perplexity(path, "-f", file, "-j", 1)
+    options = ("-C", cache, *options)
+    assert perplexity(path, "-f", file, *options) == perplexity(path, "-f", file, "-C", cache, "-j", 1)
     for sampling in (("-t", 0), ("-t", 1, "-k", 0, "-p", 1, "-s", 12345)):
         run = (path, "-m", "generate", "-f", file, "-n", 60, "-q", *sampling)
-        assert output(*run, *options) == output(*run, "-j", 1)
+        assert output(*run, *options) == output(*run, "-C", cache, "-j", 1)
 
 
 def test_seed_repeats(small):
