@@ -32,7 +32,7 @@ Without OUT.bin the name is that of the checkpoint or the GGUF file + ".bin", wi
                        IQ4_NL or Q1_0: these are copied, the rest is quantized with the same levels
     --group-size N     weights per quantization scale: 32, 64, 128 or 256. The default is 64, but 32
                        where 64 does not divide the model's dimensions, with four bits, and for a
-                       GGUF file with any Q8_0: its groups of 32 are copied, of Q1_0 up to 128
+                       GGUF file mostly in Q8_0: its groups of 32 are copied, of Q1_0 up to 128
     --yarn FACTOR      extends the context by this factor (YaRN), as Qwen advises for texts longer
                        than the model was trained on; short texts get slightly worse
     --chat-template FILE  takes FILE's chat template (Jinja), not SOURCE's
@@ -129,39 +129,31 @@ def export(options: argparse.Namespace) -> None:
     began, out = time.monotonic(), options.out
     if out:
         check_target(out)
-    place = find_source(options.source)
-    check_space([*place.downloads, (out.parent if out else Path(), place.out_size)])
-    source = read_source(place, options.chat_template)
+    source = read_source(options.source, options.chat_template)
     header, computed = read_header(source, options.bits, options.group_size, options.yarn)
     form = f"{header.layer_bits or 8} bits in groups of {header.group_size}"
     origin = escape(f"{source.origin or source.name}, {form}, export.py {VERSION}").encode()
     tokenizer = join_tokenizer(*make_tokenizer(source, header.vocab_size), origin)
     Notices.subject = out = out or Path(source.name + SUFFIXES[header.layer_bits or 8])
     check_target(out)
-    tokenizer_out, outputs = Path(f"{out}.tokenizer"), lay_out(header)
-    with write_atomically(tokenizer_out, out) as (tokenizer_part, model_part):
-        check_space([*source.downloads(), (out.parent, outputs[-1].end + len(tokenizer))])
+    targets = find_targets(out)
+    with write_atomically(targets) as (tokenizer_part, model_part):
+        size = lay_out(header)[-1].end + len(tokenizer)
+        check_space([*source.downloads(), (targets[1].parent, size)])
         write_at(tokenizer_part, tokenizer, 0)
-        outputs = match_tensors(source, outputs, source.open_tensors() | computed)
+        header, outputs = match_tensors(source, header, computed)
         write_model(model_part, header, outputs)
     form += f", without {source.family.left_out}*" if source.family.left_out else ""
     text = "The sky is blue." if source.embedding else "Why is the sky blue?"
-    say(f"wrote {out} ({outputs[-1].end / 1e6:.1f} MB, {form}) and {tokenizer_out.name} in "
+    say(f"wrote {out} ({outputs[-1].end / 1e6:.1f} MB, {form}) and {out.name}.tokenizer in "
         f"{time.monotonic() - began:.1f} s, run ./qwen3 {shlex.quote(str(out))} -i \"{text}\"")
 
 
-class Place(NamedTuple):
-    """Where SOURCE is: a directory, a file or the hub."""
-    read: Callable[[], Source]  # downloads the GGUF file or the JSON files, if need be
-    downloads: list[Room] = []  # the space that read() needs for a GGUF file
-    out_size: int = 0  # about what OUT.bin of such a file will have, in bytes
-
-
-def find_source(name: str) -> Place:
-    """Finds a directory, a GGUF file or a model on the hub. It downloads nothing."""
+def find_source(name: str) -> Source:
+    """Reads a directory, a GGUF file or a model on the hub, but for a checkpoint's weights."""
     path = Path(name)
     if path.is_dir():
-        return Place(partial(read_folder, path))
+        return read_folder(path)
     is_part = path.suffix == ".json" or path.name.startswith("pytorch_model")
     if path.suffix == ".safetensors" or is_part and path.is_file():
         refuse(name, "a part of SOURCE", f"`export.py {shlex.quote(str(path.parent))}`", "one file")
@@ -169,7 +161,7 @@ def find_source(name: str) -> Place:
         refuse(name, "no SOURCE", f"`export.py [--check] SOURCE {shlex.quote(name)}`, SOURCE being "
                f"a directory ({SAVE_PRETRAINED}), a GGUF file or a hub name", "OUT.bin alone")
     if path.exists():
-        return Place(partial(read_gguf, path))
+        return read_gguf(path)
     if page := re.match("https?://([^/]+)", name):
         endpoint = re.sub("https?://|/.*", "", os.environ.get("HF_ENDPOINT", ""))
         require(name, "its host", page[1], "huggingface.co", "hf.co", endpoint or None)
@@ -181,18 +173,29 @@ def find_source(name: str) -> Place:
            f"Qwen/Qwen3-{size[1].upper() if size else '0.6B'}")
 
 
-def read_source(place: Place, template: Path | None) -> Source:
+def read_source(name: str, template: Path | None) -> Source:
     """The source. The chat template in a file that the user gives takes the place of its own."""
-    text = template and read_file(template).decode(errors="surrogateescape")
-    source = place.read()
-    return source._replace(chat_template=text) if template else source
+    if not template:
+        return find_source(name)
+    text = read_file(template).decode(errors="surrogateescape")
+    try:
+        render_all(text, {}, [])
+    except ValueError as error:
+        refuse(template, "no chat template", "Jinja", error)
+    return find_source(name)._replace(chat_template=text)
+
+
+def find_targets(out: Path) -> list[Path]:
+    """OUT.bin.tokenizer and OUT.bin. A symbolic link stands for the file that it names."""
+    return [Path(os.path.realpath(path) if path.is_symlink() else path)
+            for path in (Path(f"{out}.tokenizer"), out)]
 
 
 def check_target(out: Path) -> None:
     """Refuses what can't be written, before the work that it would be for."""
-    if not out.parent.exists():
-        refuse(out.parent, "missing", "the directory to write to")
-    for target in out, Path(f"{out}.tokenizer"):
+    for target in find_targets(out):
+        if not target.parent.exists():
+            refuse(target.parent, "missing", "the directory to write to")
         if target.is_dir():
             refuse(target, "can't be written", "a file or nothing of this name", "a directory")
 
@@ -207,26 +210,23 @@ def check_space(rooms: list[Room]) -> None:
 
 
 @contextmanager
-def write_atomically(*targets: Path) -> Iterator[list[BinaryIO]]:
+def write_atomically(targets: list[Path]) -> Iterator[list[BinaryIO]]:
     """Yields temporary files: renamed to the targets if the block succeeds, else removed."""
     def open_part(path: Path) -> BinaryIO:
         """Opens it, empty. A process that writes it holds a lock; without a lock it is what a
         killed process has left, and is used again."""
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
-        while True:
-            file = open(path, "r+b", buffering=0, opener=lambda *_: os.open(path, flags, 0o666))
+        file = open(path, "r+b", buffering=0, opener=lambda *_: os.open(path, flags, 0o666))
+        with suppress(OSError):  # a disk without locks
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 refuse(path, "in use", "no other export.py that writes it", "one that does")
-            except OSError:
-                pass  # a disk without locks
-            with suppress(FileNotFoundError):  # the other process may have renamed or removed it
-                if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
-                    parts.append(path)
-                    file.truncate()
-                    return file
-            file.close()
+        if not os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+            refuse(path, "in use", "no other export.py", "one that has just renamed it")
+        parts.append(path)
+        file.truncate()
+        return file
 
     parts: list[Path] = []  # the temporary files that have no other name yet
     handle_signals(partial(leave, parts))
@@ -332,6 +332,8 @@ def read_file(path: Path, most: int = SETTINGS_SIZE) -> bytes:
 def say(line: str) -> None:
     """Prints a line. What drives a terminal is escaped: it may come from an untrusted file."""
     for folder, name in Notices.names.items():
+        if folder in line and "download it again" in line:
+            line += f"; first delete {Path(folder).parents[1]}"
         line = line.replace(folder, name)
     line = escape(line)
     line = f"{line[:400]} ... {line[-500:]}" if len(line) > 1000 else line
@@ -402,6 +404,7 @@ class Source(NamedTuple):
 
 def normalize_config(where: Path, config: dict) -> tuple[Family, dict]:
     """The family of a config.json, and its values, each under the one key that others read."""
+    # What stands beside text_config wins, unless it is empty.
     if text_config := read_value(where, config, "text_config", dict):
         config = text_config | {key: value for key, value in config.items()
                                 if value or key == "tie_word_embeddings"}
@@ -508,10 +511,11 @@ def can_read(dtype: str) -> bool:
 # ---- A checkpoint directory: Hugging Face's files ------------------------------------------------
 
 WEIGHTS = re.compile(r"[\w.-]+\.safetensors", re.ASCII)
-INDEX = "model.safetensors.index.json"
+INDEX, PROMPTS = "model.safetensors.index.json", "config_sentence_transformers.json"
 SETTINGS = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
             "chat_template.jinja", "chat_template.json", "modules.json", "1_Pooling/config.json",
-            INDEX]
+            PROMPTS, "sentence_bert_config.json", INDEX]
+LEFT_TO_USERS = "prompts", "default_prompt_name", "max_seq_length", "truncate_dim", "do_lower_case"
 SAVE_PRETRAINED = "of safetensors; transformers' save_pretrained() makes it"
 
 
@@ -573,6 +577,13 @@ def is_embedding(folder: Path) -> bool:
         key[13:] for key in pooling if key.startswith("pooling_mode_") and pooling[key] is True]
     modes = ", ".join(map(str, modes)) if isinstance(modes, list) else modes
     require(path, "pooling", modes, "lasttoken")
+    path = folder / PROMPTS
+    settings = read_json(path) | read_json(folder / "sentence_bert_config.json")
+    prompts = read_value(path, settings, "prompts", dict)
+    settings["prompts"] = {key: prompt for key, prompt in prompts.items() if prompt}
+    if left := {key: settings[key] for key in LEFT_TO_USERS if settings.get(key)}:
+        Notices.hints.append(f"{PROMPTS}: left to you, as qwen3 takes texts as they are and gives "
+                             f"whole vectors (a prompt begins a text, in -i or a list): {left}")
     return True
 
 
@@ -663,9 +674,9 @@ PART = re.compile(r"-(\d{5})-of-(\d{5})(?=\.gguf$)")
 NO_NETWORK = {"ConnectionError", "Timeout", "TransportError", "LocalEntryNotFoundError"}
 
 
-def find_model(name: str, revision: str | None, wanted: str) -> Place:
-    """A model on the hub, at the newest commit or at a branch, tag or commit. The weights of a
-    checkpoint follow when opened."""
+def find_model(name: str, revision: str | None, wanted: str) -> Source:
+    """Downloads a GGUF file or a checkpoint's JSON files, whose weights follow when opened. All are
+    of one commit: the newest, or that of a branch or tag."""
     def measure_room(files: Collection[str]) -> Room:
         """The cache, and the bytes of those of the files that are not in it."""
         absent = (file for file in files if not (folder / file).is_file())
@@ -680,14 +691,6 @@ def find_model(name: str, revision: str | None, wanted: str) -> Place:
         with downloading(name):
             hub.snapshot_download(name, revision=folder.name, allow_patterns=[*files])
         return folder
-
-    def read() -> Source:
-        origin = "/".join([name, *gguf_files[:1]]) + f" at {folder.name}"
-        if gguf_files:
-            return read_gguf(fetch(gguf_files) / gguf_files[0])._replace(origin=origin)
-        source, files = read_folder(fetch(SETTINGS), True), partial(list_weights, folder, sizes)
-        return source._replace(origin=origin, downloads=lambda: [measure_room(files())],
-                               open_tensors=lambda: open_checkpoint(fetch(files()), source.family))
 
     from huggingface_hub import HfApi, utils  # slow: only here
     utils.logging.set_verbosity_error()  # an error is one line
@@ -704,9 +707,16 @@ def find_model(name: str, revision: str | None, wanted: str) -> Place:
             sizes = {path.relative_to(folder).as_posix(): 0 for path in folder.rglob("*")}
             if not sizes:
                 raise
+    if not re.fullmatch(r".*/snapshots/[0-9a-f]{40}", str(folder)):  # a path is made of it
+        refuse(name, "commit", "40 hexadecimal digits", folder.name)
     Notices.names[str(folder)] = name
     gguf_files = choose_gguf(name, list(sizes), wanted, default="Q8_0")
-    return Place(read, [measure_room(gguf_files)], sum(map(sizes.__getitem__, gguf_files)))
+    origin = "/".join([name, *gguf_files[:1]]) + f" at {folder.name}"
+    if gguf_files:
+        return read_gguf(fetch(gguf_files) / gguf_files[0])._replace(origin=origin)
+    source, weights = read_folder(fetch(SETTINGS), True), partial(list_weights, folder, sizes)
+    return source._replace(origin=origin, downloads=lambda: [measure_room(weights())],
+                           open_tensors=lambda: open_checkpoint(fetch(weights()), source.family))
 
 
 @contextmanager
@@ -770,8 +780,8 @@ def read_gguf(path: Path) -> Source:
                    "into it; qwen3 runs the text part of one that sees)", kind)
     if part and int(part[1]) != 1:
         refuse(path, "one of several parts", "the first, -00001-of-...", path.name)
-    n_parts = metadata.get("split.count") or 1  # 0 in a file that was joined
-    require(path, "split.count", n_parts, int(part[2]) if part else 1)
+    n_parts = int(part[2]) if part else 1
+    require(path, "split.count", metadata.get("split.count") or 1, n_parts)  # 0: it was joined
     for i in range(2, n_parts + 1):
         open_gguf(path.with_name(PART.sub(rf"-{i:05}-of-\2", path.name)), tensors)
     family, config = read_gguf_config(path, metadata, tensors)
@@ -785,7 +795,7 @@ def read_gguf(path: Path) -> Source:
     require(path, "pooling_type", pooling, 0, int(poolings.LAST), int(poolings.RANK))
     if pooling == poolings.RANK and tensors.pop("cls.output.weight", None):
         Notices.hints.append("cls.output.weight is left out: qwen3's -o 'yes|no' does its work")
-    kept = tensors if pooling == poolings.LAST else drop_copy(tensors)  # LAST: it needs none
+    kept = tensors if pooling == poolings.LAST else drop_copy(tensors, texts)  # LAST needs none
     template = metadata.get("tokenizer.chat_template")
     sampling = {hf: metadata.get(f"general.sampling.{name}") for name, hf in GGUF_SAMPLING.items()}
     answers_at_once = template and "</think>" not in str(template)
@@ -796,7 +806,7 @@ def read_gguf(path: Path) -> Source:
                              f"-e {penalty}")
     dtypes: Counter[str] = Counter()
     for name, tensor in tensors.items():
-        dtypes[tensor.dtype] += tensor.size * ("_proj.weight" in name)  # others: 0, but a key
+        dtypes[tensor.dtype] += tensor.size * ("_proj.weight" in name)
     return Source(
         path=path, name=PART.sub("", path.name).removesuffix(".gguf"), family=family,
         config=config | {"tie_word_embeddings": "lm_head.weight" not in kept,
@@ -913,6 +923,8 @@ def open_gguf(path: Path, tensors: dict[str, Tensor]) -> dict:
             found.append(tensor := Tensor(name, path, data + offset, dtype, shape[::-1]))
             if (end := tensor.offset + tensor.nbytes) > size:
                 refuse(path, f"truncated in {name}", f"{end} bytes (download it again)", size)
+    if (need := sum(tensor.nbytes for tensor in found)) > size:
+        refuse(path, "tensors that overlap", f"{need} bytes or more", size)
     for tensor in found:
         more = rename_tensor(path, tensor)
         if again := tensors.keys() & more.keys():
@@ -939,23 +951,28 @@ def rename_tensor(path: Path, tensor: Tensor) -> dict[str, Tensor]:
             for i in range(n_experts)}
 
 
-def drop_copy(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def drop_copy(tensors: dict[str, Tensor], rows: Collection[int] = ()) -> dict[str, Tensor]:
     """The tensors without a classifier that is the embedding again, perhaps in another dtype: the
     one with more bits stays. With n bits a quantization's rms error is 1 to 2.5 times 2^-n of the
     weights' rms, but at most a third. Unrelated tensors differ by more than the whole rms, and a
-    classifier that was trained on from the embedding by more than two dtypes with many bits do."""
+    classifier that was trained on from the embedding by more than two dtypes with many bits do.
+    rows: each is compared, as it may have been trained alone. An rms of 1e-5 is as good as none."""
     a, b = (tensors.get(f"{name}.weight") for name in ("embed_tokens", "lm_head"))
     # No model has 4e9 weights here, but a hole in a hostile file may: it would be read for hours.
-    if not (b and a.shape == b.shape and a.size < 4e9 and can_read(a.dtype) and can_read(b.dtype)):
+    if not (a and b and a.shape == b.shape and 0 < a.size < 4e9 and len(rows) < 10_000
+            and can_read(a.dtype) and can_read(b.dtype)):
         return tensors
     pieces = zip(a.pieces(), b.pieces())
     if a.dtype == b.dtype:
         same = all(x.read_bytes() == y.read_bytes() for x, y in pieces)
     else:
         most = min(0.1, 16 * 4 ** -(8 * min(a.nbytes, b.nbytes) / a.size))  # squared
+        n, width = a.size // a.shape[-1], a.shape[-1]
+        row_pairs = ([x.part(i * width, width) for x in (a, b)] for i in rows if i < n)
         pairs = ([part.read_fp32().astype(float) for part in pair]
-                 for pair in itertools.islice(pieces, 0, None, 32))
-        same = all((x - y) @ (x - y) <= most * (y @ y) for x, y in pairs)  # not if one is NaN
+                 for pair in itertools.chain(itertools.islice(pieces, 0, None, 32), row_pairs))
+        same = all((x - y) @ (x - y) <= most * (y @ y) + 1e-10 * y.size  # not if one is NaN
+                   for x, y in pairs)
     if same and a.dtype != b.dtype:
         Notices.hints.append(f"the classifier ({b.dtype}) is the embedding ({a.dtype}): written "
                              "once, from the more precise one")
@@ -1032,11 +1049,11 @@ def read_header(source: Source, bits: int | None, group_size: int | None,
     for key, value in family.fixed.items():
         require(where, key, config.get(key), value, None)
     get = partial(read_number, where, config)
-    heads, hidden_key = get("num_attention_heads"), "intermediate_size"
+    heads, width_key = get("num_attention_heads"), "intermediate_size"
     defaults = {"head_dim": family.head_dim or get("hidden_size") // heads,
                 "num_key_value_heads": heads, "rms_norm_eps": 1e-6}
     if "num_experts" in family.numbers:  # intermediate_size is nobody's
-        hidden_key, defaults["intermediate_size"] = "moe_intermediate_size", 1
+        width_key, defaults["intermediate_size"] = "moe_intermediate_size", 1
     of_others = {key for row in FAMILIES for key in row.numbers} - {*family.numbers}
     fields = {field: get(key, defaults.get(key)) for key, (*_, field) in NUMBERS.items()
               if field and key not in of_others}
@@ -1049,9 +1066,9 @@ def read_header(source: Source, bits: int | None, group_size: int | None,
     for name, usual in ("rope_theta", 1e6), ("rms_norm_eps", 1e-6):
         if np.float32(fields[name]) == np.float32(usual):
             fields[name] = 0
-    widths = {"hidden_size": fields["dim"], hidden_key: fields["hidden_dim"],
+    widths = {"hidden_size": fields["dim"], width_key: fields["hidden_dim"],
               "num_attention_heads * head_dim": heads * fields["head_dim"]}
-    group_size, levels = choose_quantization(source.dtypes, widths.values(), bits, group_size)
+    bits, group_size, levels = choose_quantization(source.dtypes, widths.values(), bits, group_size)
     for key, width in widths.items():
         if width % group_size:
             refuse(where, key, f"a multiple of {group_size}, the quantization group", width)
@@ -1067,7 +1084,7 @@ def read_header(source: Source, bits: int | None, group_size: int | None,
     header = Header(
         **family.header, **fields, magic=0x616A6331, version=1, group_size=group_size,
         shared_classifier=tied or source.embedding,  # an embedding model needs no classifier
-        rope_scaling=2 if frequencies else 0, layer_bits=4 if any(levels) else 0, levels=levels,
+        rope_scaling=2 if frequencies else 0, layer_bits=4 if bits == 4 else 0, levels=levels,
         eight_bits=EIGHT_BITS["no_qk_norm" in family.header] if levels == LEVELS.tobytes() else 0)
     data = np.array(frequencies, "<f4").tobytes()
     tensor = Tensor("rope's frequencies", source.path, 0, "F32", (len(frequencies),), data)
@@ -1120,6 +1137,8 @@ def read_yarn(where: Path, rope: dict, theta: float, head_dim: int, max_seq_len:
     get = partial(read_number, where, rope)
     original = get(ORIGINAL, max_seq_len)
     factor = get("factor", max_seq_len / original if "factor" in rope else None)  # may be null
+    if theta == 1:  # its logarithm is a divisor
+        refuse(where, "rope_theta", "another number with YaRN", theta)
     growth = 0.1 * math.log(max(factor, 1))
     attention_factor = growth + 1
     if rope.get("mscale") and rope.get("mscale_all_dim"):
@@ -1172,14 +1191,14 @@ def decode_vocabulary(where: Path, model: dict, added: dict, vocab_size: int) ->
     # A special one could be forged; other letters than ASCII's stand for other bytes.
     if bad := sorted(x for x in both if added[x][1] & SPECIAL or not x.isascii()):
         refuse(where, "added tokens of the vocabulary", "ASCII and not special", list_names(bad))
+    if (longest := max(map(len, named), default=0)) > LONGEST:  # a letter is a byte
+        refuse(where, "tokens", f"at most {LONGEST} bytes in each", longest)
     scores = score_merges(where, merged, merges)
     scores |= {merged[text]: 0.0 for text in both & {*letters}}  # no merge makes it
     tokens = {i: bytes(map(byte_of.__getitem__, text)) for text, i in merged.items()}
     if absent := {bytes([byte]) for byte in range(256)} - set(tokens.values()):
         refuse(where, "vocabulary", "all 256 single bytes", f"{256 - len(absent)} of them")
     tokens |= {i: text.encode() for text, (i, _) in added.items()}
-    if (longest := max(map(len, tokens.values()))) > LONGEST:
-        refuse(where, "tokens", f"at most {LONGEST} bytes in each", longest)
     if len(tokens) != len(merged.keys() | added.keys()) or b"" in tokens.values():
         refuse(where, "tokens", "each with a text and an id of its own", "one without")
     new_ids = itertools.count(len(named))  # The package counts so, whatever ids the file gives.
@@ -1205,7 +1224,9 @@ def check_pipeline(where: Path, tokenizer: dict) -> bool:
     return bool(used)
 
 
-SPECIAL, NORMALIZED = 1, 2  # flags of an added token: it is not printed; it is found after NFC
+# Flags of an added token: it is not printed; it is found after NFC; it is a word, which counts in a
+# user's text in chat, too
+SPECIAL, NORMALIZED, WORD = 1, 2, 4
 
 
 def read_added(where: Path, tokenizer: dict, settings: dict, nfc: bool) -> dict:
@@ -1347,6 +1368,7 @@ def make_unicode_sections(nfc: bool) -> dict[str, bytes]:
 # them in the template's text. They must then make the template's text of many trial conversations.
 
 TEMPLATE_SECONDS = 20  # Qwen's templates take 0.3
+TURN_END = "<|im_end|>"  # in ChatML
 Message = tuple[str, str]  # role, content
 Conversation = tuple[tuple[Message, ...], "bool | None"]  # thinking; None: opens no answer
 
@@ -1368,11 +1390,14 @@ class Pieces(namedtuple("Pieces", "start no_system system_open system_close user
         return text + ("" if thinking is None else (self.answer_plain, self.answer_think)[thinking])
 
 
-def find_verified_pieces(template: str | None, variables: dict[str, str]) -> Pieces | None:
-    """The verified pieces of a template, or None and a note that says why there are none."""
+def find_verified_pieces(template: str | None, variables: dict[str, str]) -> tuple:
+    """The verified pieces of a template, or None, and the tag of the empty section that the file
+    needs besides (see qwen3.c), or ""."""
     if not template:
-        Notices.hints.append("no chat template: qwen3 will continue texts; -m chat uses ChatML")
-        return None
+        Notices.hints.append("no chat template: qwen3 will " + (
+            "chat in ChatML, whose end token it has" if variables.get("eos_token") == TURN_END else
+            "continue texts; -m chat uses ChatML"))
+        return None, ""
     try:
         trials = make_trials()
         texts = render_all(template, variables, [*MARKED, *trials])
@@ -1381,11 +1406,20 @@ def find_verified_pieces(template: str | None, variables: dict[str, str]) -> Pie
             if pieces.render(messages, thinking) != texts[messages, thinking]:
                 raise ValueError(f"it differs for {messages}, enable_thinking={thinking}")
         "".join(pieces).encode()  # a ValueError, too, for half a surrogate pair
-        return pieces
     except ValueError as error:
-        Notices.hints.append("warning: the chat template is more than fixed strings around the "
-                             f"messages, qwen3 will chat in plain ChatML: {error}")
-        return None
+        reranker = re.search("[\"']document[\"']", template)
+        Notices.hints.append(
+            "a reranker's chat template: give qwen3 -o 'yes|no' and texts as \"Search\" in "
+            ".github/RECIPES.md makes them" if reranker else "warning: the chat template is more "
+            f"than fixed strings around the messages, qwen3 will chat in plain ChatML: {error}")
+        return None, "" if reranker else "gues"
+    later = [((*messages[:i], ("system", "\nBe brief. "), *messages[i:]), thinking)
+             for messages, thinking in trials[::9] for i in range(1, len(messages))]
+    with suppress(ValueError):
+        texts = render_all(template, variables, later)
+        if all(pieces.render(*trial) == texts[trial] for trial in later):
+            return pieces, "syst"
+    return pieces, ""
 
 
 def render_all(template: str, variables: dict, conversations: list) -> dict[Conversation, str]:
@@ -1508,6 +1542,9 @@ def make_trials() -> list[Conversation]:
 # ---- The tokenizer file: everything that is not a weight or a dimension --------------------------
 
 CHAT, GENERATE, EMBED = 0, 1, 4  # qwen3.c's modes
+# Settings in generation_config.json that qwen3.c does not have
+UNKNOWN = """min_p max_new_tokens num_beams typical_p suppress_tokens bad_words_ids stop_strings
+    no_repeat_ngram_size sequence_bias presence_penalty frequency_penalty""".split()
 
 
 def make_tokenizer(source: Source, vocab_size: int) -> tuple[bytes, bytes]:
@@ -1522,10 +1559,17 @@ def make_tokenizer(source: Source, vocab_size: int) -> tuple[bytes, bytes]:
     bos, eos, stop_ids = find_end_ids(source, added, roles.get("eos_token"))
     if unknown := [i for i in (bos, *head_ids, *tail_ids, *stop_ids) if i >= vocab_size]:
         refuse(source.path, "token ids", f"ids below vocab_size, {vocab_size}", unknown)
-    pieces = find_verified_pieces(source.chat_template, roles)
+    if not isinstance(source.chat_template, str | None):
+        refuse(source.path, "chat_template", "a text", repr(source.chat_template))
+    pieces, tag = find_verified_pieces(source.chat_template, roles)
+    marks = source.chat_template or "<think></think>"  # of ChatML
+    for text, (i, flags) in added.items():
+        is_mark = text in marks or text.startswith("<|") and text.endswith("|>")
+        added[text] = i, flags if flags & SPECIAL or is_mark else flags | WORD
     # A base model's texts do not end with the end of a chat's turn.
     turn_end = {i for text, (i, _) in added.items() if pieces and text in pieces.assistant_close}
-    chats = source.chat_template and (not turn_end or turn_end & set(stop_ids))
+    chats = (not turn_end or turn_end & set(stop_ids) if source.chat_template else
+             roles.get("eos_token") == TURN_END)
     mode = EMBED if source.embedding else CHAT if chats else GENERATE
     if mode == GENERATE and source.chat_template:
         Notices.hints.append("the end of a chat's turn ends no text, as in a base model: qwen3 "
@@ -1533,9 +1577,10 @@ def make_tokenizer(source: Source, vocab_size: int) -> tuple[bytes, bytes]:
     generation, defaults = source.generation, {  # transformers' but do_sample, which is false there
         "temperature": 1.0, "top_p": 1.0, "top_k": 50, "do_sample": True}
     penalty = read_number(path, generation, "repetition_penalty", 1.0)
-    if generation.get("min_p"):
-        Notices.hints.append(f"{path.name}: min_p {generation['min_p']!r} is ignored: qwen3 has "
-                             "no min_p")
+    if ignored := [f"{key} {generation[key]!r}" for key in UNKNOWN
+                   if generation.get(key) not in (None, 0, 1, [])]:
+        Notices.hints.append(f"{path.name}: ignored, as only options or nothing at all sets them: "
+                             + ", ".join(ignored))
     given = {key: generation[key] for key in defaults if generation.get(key) is not None}
     values = defaults | given
     numbers = [read_number(path, values, key) for key in ("temperature", "top_p", "top_k")]
@@ -1548,7 +1593,8 @@ def make_tokenizer(source: Source, vocab_size: int) -> tuple[bytes, bytes]:
         "mode": b"" if mode == CHAT else pack_u32([mode]),
         "chat": b"".join(pack_bytes(piece.encode()) for piece in (pieces or ())[:-1]),
         "begn": pieces.begun.encode() if pieces else b""}
-    extension = b"".join(tag.encode() + pack_bytes(data) for tag, data in sections.items() if data)
+    sections = {key: data for key, data in sections.items() if data} | ({tag: b""} if tag else {})
+    extension = b"".join(key.encode() + pack_bytes(data) for key, data in sections.items())
     records = b"".join(struct.pack("<f", scores.get(i, -1e6))
                        + pack_bytes(tokens.get(i, b"")) for i in range(vocab_size))
     return struct.pack("<3I", max(map(len, tokens.values())), bos, eos) + records, extension
@@ -1608,18 +1654,18 @@ EIGHT_BITS = 0b100, 0b110
 
 
 def choose_quantization(dtypes: Counter[str], widths: Collection[int], bits: int | None,
-                        group_size: int | None) -> tuple[int, bytes]:
-    """(group size, levels: zeros for 8 bits). What the user leaves open is chosen so that most of a
-    GGUF file can be copied."""
+                        group_size: int | None) -> tuple[int, int, bytes]:
+    """(bits, group size, levels: zeros for 8 bits). What the user leaves open is chosen so that
+    most of a GGUF file can be copied."""
     kind, most = (dtypes.most_common(1) or [("", 0)])[0]
-    known = kind in GGUF_LEVELS and 2 * most > dtypes.total()
-    bits = bits or (4 if known else 8)
+    kind = kind if 2 * most > dtypes.total() else "no kind"
+    bits = bits or (4 if kind in GGUF_LEVELS else 8)
     if not group_size:
-        small = bits == 4 or "Q8_0" in dtypes or any(width % 64 for width in widths)
+        small = bits == 4 or kind == "Q8_0" or any(width % 64 for width in widths)
         group_size = 32 if small else 64
-    copies = known and group_size <= BLOCK_SIZES[kind][0]
+    copies = kind in GGUF_LEVELS and group_size <= BLOCK_SIZES[kind][0]
     levels = GGUF_LEVELS[kind] if copies else LEVELS.tobytes()
-    return group_size, levels if bits == 4 else bytes(16)
+    return bits, group_size, levels if bits == 4 else bytes(16)
 
 
 def encode(tensor: Tensor, bits: int, h: Header) -> tuple[np.ndarray, np.ndarray]:
@@ -1792,11 +1838,19 @@ def lay_out(h: Header) -> list[Output]:
     return outputs
 
 
-def match_tensors(source: Source, outputs: list[Output], found: dict[str, Tensor]) -> list[Output]:
-    """The outputs with their tensors: none may be missing, left over or of another shape."""
-    where, wanted = source.path, {name: output.shape for output in outputs for name in output.names}
-    tied = "lm_head.weight" not in wanted  # Some checkpoints store it once more nevertheless.
-    extra = [tensor.name for name, tensor in (drop_copy(found) if tied else found).items()
+def match_tensors(source: Source, h: Header, computed: dict) -> tuple[Header, list[Output]]:
+    """Opens the tensors. Returns the header and the outputs with their tensors: none may be
+    missing, left over or of another shape. A classifier of its own counts, as in transformers 5,
+    whatever the config says."""
+    where, found = source.path, source.open_tensors() | computed
+    if h.shared_classifier and not source.embedding and "lm_head.weight" in found:
+        found = drop_copy(found)
+        h = h._replace(shared_classifier="lm_head.weight" not in found)
+        Notices.hints += [] if h.shared_classifier else [
+            "lm_head.weight is written, too: it is not the embedding as tie_word_embeddings says"]
+    outputs = lay_out(h)
+    wanted = {name: output.shape for output in outputs for name in output.names}
+    extra = [tensor.name for name, tensor in found.items()
              if name not in wanted and not (source.embedding and name == "lm_head.weight")
              and not name.endswith(".inv_freq")]  # rope's frequencies, from older programs
     missing = [name for name in wanted if name not in found]
@@ -1810,27 +1864,25 @@ def match_tensors(source: Source, outputs: list[Output], found: dict[str, Tensor
         if dtype not in FLOAT_TYPES and not (where.is_file() and can_read(dtype)):  # a GGUF file
             refuse(where, f"dtype of {tensor.name}", "BF16, F16, F32 or, in a GGUF file, one that "
                    "the gguf package dequantizes", dtype)
-    return [output._replace(tensors=[found[name] for name in output.names]) for output in outputs]
+    return h, [output._replace(tensors=[found[name] for name in output.names])
+               for output in outputs]
 
 
 def write_model(out: BinaryIO, h: Header, outputs: list[Output]) -> None:
-    """Writes OUT.bin: the header, then the tensors. Notes what is copied, what quantized again."""
+    """Writes OUT.bin: the header, then the tensors. Notes what is quantized again."""
     def convert(output: Output, piece: Tensor, at: int) -> None:
         for offset, part in put_in_panels(output, at, encode(piece, output.bits, h), h):
             write_at(out, part, offset)
 
     write_at(out, HEADER.pack(*h), 0)
-    matrices = [(is_copied(tensor, output.bits, h), tensor.dtype) for output in outputs
-                if output.bits < 32 for tensor in output.tensors]
-    copied, again = (sorted({dtype for was, dtype in matrices if was == kept} - FLOAT_TYPES.keys())
-                     for kept in (True, False))
-    if copied:
-        Notices.hints.append(f"{', '.join(copied)}: copied exactly, "
-                             f"{sum(was for was, _ in matrices)} of {len(matrices)} matrices")
+    again = {tensor.dtype for output in outputs if output.bits < 32 for tensor in output.tensors
+             if not is_copied(tensor, output.bits, h)} - FLOAT_TYPES.keys()
     if again:
-        Notices.hints.append(f"{', '.join(again)}: quantized again, in groups of {h.group_size}, "
-                             "which adds an error of 0.5 % of their rms in 8 bits, 6 to 9 % in 4")
-    list(map_pieces(convert, outputs))
+        Notices.hints.append(f"{', '.join(sorted(again))}: quantized again, in groups of "
+                             f"{h.group_size}, which adds an error of 0.5 % of their rms in 8 "
+                             "bits, 6 to 9 % in 4")
+    for _ in map_pieces(convert, outputs):
+        pass
 
 
 def put_in_panels(output: Output, at: int, encoded: tuple, h: Header) -> Iterator[tuple]:
@@ -1848,22 +1900,20 @@ def put_in_panels(output: Output, at: int, encoded: tuple, h: Header) -> Iterato
     return zip(offsets, encoded)
 
 
-def map_pieces(work: Callable, outputs: list[Output]) -> Iterator[tuple[Output, list]]:
-    """Calls work(output, piece, its start in the output) for the pieces of the tensors, in a thread
-    for each core (numpy releases the GIL). Yields (output, results). 64 threads take 0.5 GB."""
+def map_pieces(work: Callable, outputs: list[Output]) -> Iterator:
+    """Yields work(output, piece, its start in the output) of the pieces of the tensors, in a thread
+    for each core (numpy releases the GIL). 64 threads take 0.5 GB."""
     total = sum(tensor.nbytes for output in outputs for tensor in output.tensors)
     with (ThreadPoolExecutor(min(64, os.cpu_count() or 1)) as pool,
           tqdm(total=total, unit="B", unit_scale=True, disable=None) as bar):  # None: on terminals
         for output in outputs:
             unit = PANEL * output.shape[1] if output.bits < 32 else 1
-            pieces = (piece for tensor in output.tensors for piece in tensor.pieces(unit))
-            at, results = 0, []
+            pieces, at = (piece for tensor in output.tensors for piece in tensor.pieces(unit)), 0
             while batch := list(itertools.islice(pieces, 1024)):  # of trillions in a sparse file
                 starts = list(itertools.accumulate((piece.size for piece in batch), initial=at))
                 at = starts.pop()
-                results += pool.map(partial(work, output), batch, starts)
+                yield from pool.map(partial(work, output), batch, starts)
                 bar.update(sum(piece.nbytes for piece in batch))
-            yield output, results
 
 
 def write_at(file: BinaryIO, data: bytes | np.ndarray, offset: int) -> None:
@@ -1879,14 +1929,11 @@ def write_at(file: BinaryIO, data: bytes | np.ndarray, offset: int) -> None:
 def check(options: argparse.Namespace) -> None:
     """Compares OUT.bin and its tokenizer file with the source."""
     name, out = options.source, options.out
-    source = read_source(find_source(name), options.chat_template)
+    source = read_source(name, options.chat_template)
     eight, four = (Path(source.name + suffix) for suffix in SUFFIXES.values())
     Notices.subject = out = out or (four if four.exists() and not eight.exists() else eight)
     if not out.exists():
         refuse(out, "missing", f"the file to compare with {name} (made without --check)")
-    if (part := Path(f"{out}.part")).exists() and not Path(f"{out}.tokenizer.part").exists():
-        refuse(out, "older than its tokenizer file", "both of one export: export again",
-               f"{part.name}, which a killed export has left")
     with open_file(out) as file:
         if len(found := file.read(HEADER.size)) < HEADER.size:
             refuse(out, "truncated", f"a header of {HEADER.size} bytes", len(found))
@@ -1896,7 +1943,7 @@ def check(options: argparse.Namespace) -> None:
             require(out, f"{field} (export it again)", getattr(old, field), *good)
         header, computed = read_header(source, old.layer_bits or 8, old.group_size, options.yarn)
         parts = make_tokenizer(source, header.vocab_size)
-        outputs = match_tensors(source, lay_out(header), source.open_tensors() | computed)
+        header, outputs = match_tensors(source, header, computed)
         check_bytes(out, "the header (the --yarn of the export?)", HEADER.pack(*header), found)
         size = len(join_tokenizer(*parts))
         found = read_file(path := Path(f"{out}.tokenizer"), most=2 * size)
@@ -1919,23 +1966,17 @@ def check_bytes(path: Path, what: str, expected: bytes, found: bytes, start: int
 
 
 def check_tensors(path: Path, file: BinaryIO, h: Header, outputs: list[Output]) -> tuple:
-    """Compares the tensors. Returns the largest rms error of one, in % of its rms, and its name."""
-    def compare(output: Output, piece: Tensor, at: int) -> tuple[float, float]:
-        """Of a range: (sum of squares, sum of squared errors)."""
+    """Compares the tensors. Returns the largest rms error, in % of the rms, and whose it is."""
+    def compare(output: Output, piece: Tensor, at: int) -> tuple[float, str]:
         parts = encode(piece, output.bits, h)
         for offset, part in put_in_panels(output, at, parts, h):
             found = os.pread(file.fileno(), part.nbytes, offset)
             check_bytes(path, piece.name, part.tobytes(), found, offset)
         x = piece.read_fp32().astype(float)  # in fp64 no square is too large
         error = x - decode(*parts, output.bits, h)
-        return float(x @ x), float(error @ error)
+        return 100 * math.sqrt(error @ error / (x @ x or 1)), piece.name
 
-    errors = []
-    for output, ranges in map_pieces(compare, outputs):
-        squares, squared_errors = map(sum, zip(*ranges))
-        errors.append((100 * math.sqrt(squared_errors / (squares or 1)),
-                       output.tensors[0].name.replace(".experts.0.", ".experts.*.")))
-    return max(errors)
+    return max(map_pieces(compare, outputs))
 
 
 # ---- The command line: arguments in, one line per message and an exit status out -----------------
@@ -1956,9 +1997,9 @@ def main() -> None:
                     f"space, found {error.strerror or error}")
         elif not isinstance(error, Refused):
             frames = traceback.extract_tb(error.__traceback__)
-            lines = [frame.lineno for frame in frames if frame.filename == __file__]
+            places = [frame.lineno for frame in frames if frame.filename == __file__]
             line = (f"{where}: export.py failed, expected no such error (please report this line), "
-                    f"found {type(error).__name__}: {line}, in lines {lines[-4:]}")
+                    f"found {type(error).__name__}: {line}, in lines {places[-4:]}")
         lines = [line]
     for line in lines:
         say(line)
@@ -1999,7 +2040,9 @@ def parse_arguments(args: list[str]) -> argparse.Namespace:
 
 
 def refuse_usage(text: str) -> NoReturn:
-    say(f"{text.removeprefix('argument ')} (see export.py -h)")  # argparse's, of an option
+    hint = ("OUT.bin follows SOURCE; " if "--outfile" in text else  # llama.cpp's options
+            "it is --bits 8 or 4; " if re.search(r"--outtype|--quantize|-q\d", text) else "")
+    say(f"{text.removeprefix('argument ')} ({hint}see export.py -h)")
     sys.exit(2)
 
 

@@ -132,7 +132,7 @@ def main(name, *paths, transformers=None):
     texts = {Path(path): Path(path).read_bytes()[:MOST] for path in paths or
              (ROOT / "README.md", ROOT / "qwen3.c")}
     try:
-        source = export.find_source(name).read()
+        source = export.find_source(name)
     except export.Refused as error:
         sys.exit(f"quality.py: {error}")
     with tempfile.TemporaryDirectory() as folder:

@@ -65,13 +65,13 @@ def test_a_good_file(ck, run, tmp_path, args, size):
 
 
 def test_experts(checkpoint, run, tmp_path):
-    """What differs is an expert's; the largest error is that of a layer's experts."""
+    """What differs is an expert's, and so is the largest error."""
     ck = checkpoint("F32", **experts(3))
     ck.tensors["layers.1.mlp.experts.2.up_proj.weight"][:, ::64] *= 99
     folder = ck.save(tmp_path / "hf")
     assert run(folder, "out.bin")[0] == 0
     status, err = run("--check", folder, "out.bin")
-    assert status == 0 and err[0].endswith(" %, in model.layers.1.mlp.experts.*.up_proj.weight"), err
+    assert status == 0 and err[0].endswith(" %, in model.layers.1.mlp.experts.2.up_proj.weight"), err
     places = outputs((tmp_path / "out.bin").read_bytes())
     at = places["layers.1.mlp.experts.0.up_proj.weight"].values + word(64, 2 * 64 + 5, 7)
     flip(tmp_path / "out.bin", at)
@@ -161,18 +161,6 @@ def test_where_it_came_from_may_differ(exported, ck, run, tmp_path):
     for changed, found in ((sections | {b"from": b"another"}, 0), (sections | {b"mode": b"\2\0\0\0"}, 1)):
         Path(f"{exported}.tokenizer").write_bytes(join_tokenizer(plain, changed.items()))
         assert run("--check", "hf", "out.bin")[0] == found
-
-
-def test_an_export_that_was_killed_between_the_two_names(exported, run, tmp_path):
-    """The tokenizer file has its name, OUT.bin not yet. If both are parts, the older pair is a pair."""
-    parts = [Path(f"{exported}.part"), Path(f"{exported}.tokenizer.part")]
-    for part in parts:
-        part.write_text("")
-    assert run("--check", "hf", "out.bin")[0] == 0
-    parts[1].unlink()
-    refused(run("--check", "hf", "out.bin"), "^export.py: out.bin: older than its tokenizer file, expected both of one "
-            "export: export again, found out.bin.part, which a killed export has left$")
-    assert run("hf", "out.bin")[0] == run("--check", "hf", "out.bin")[0] == 0
 
 
 def test_missing_files(exported, run):

@@ -142,6 +142,7 @@ BAD_CONFIG = [
     ({"rope_scaling": {"rope_type": "yarn"}}, "factor", "None"),
     ({"rope_scaling": YARN | {"truncate": 0}}, "truncate", "True or False, found '0'"),
     ({"rope_scaling": YARN | {"attention_factor": 0.0}}, "attention_factor", "from 1e-06"),
+    ({"rope_scaling": YARN, "rope_theta": 1}, "rope_theta, expected another number with YaRN", "found 1.0"),
     ({"rope_scaling": YARN | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor", "0.5"),
     ({"rope_scaling": "yarn"}, "config.json: rope_scaling, expected a dict, found 'yarn'"),
     ({"vocab_size": 300}, "embed_tokens.weight|ids", "300"),
@@ -219,6 +220,8 @@ def test_config_refused(checkpoint, refuses, tmp_path, kind, changes, patterns):
     ("tokenizer_config.json", '{"added_tokens_decoder": {"9": {"content": "<new>", "special": 1}}}',
      ["<new>"]),
     ("tokenizer_config.json", '{"eos_token": "<none>"}', ["<none>"]),
+    ("tokenizer_config.json", '{"chat_template": [1]}', ["tokenizer_config.json: broken"]),
+    ("tokenizer_config.json", '{"chat_template": 5}', ["in: chat_template, expected a text, found 5"]),
     ("tokenizer_config.json", '{"added_tokens_decoder": {"9": {"content": "<think>", "special": 1}'
      '}}', ["<think>"]),
     ("generation_config.json", '{"temperature": -1}', ["temperature", "-1"]),

@@ -55,6 +55,8 @@ def test_order_of_arguments_and_default_name(checkpoint, run, tmp_path, args, ex
 @pytest.mark.parametrize("args, pattern", [
     ([], "SOURCE"), (["a", "b.bin", "c"], ""), (["a", "b"], ""), (["--what", "a"], "--what"), (["-x"], "-x"), ([""], ""),
     (["a", "--group-size", "48"], "^export.py: --group-size: wrong value, expected 32 or 64 or 128 or 256, found '48' [(]see"),
+    (["a", "--outfile", "b.bin"], "[(]OUT.bin follows SOURCE; see export.py -h"),  # as llama.cpp's programs have it
+    *[(["a", *args], f"{' '.join(args)} [(]it is --bits 8 or 4; see") for args in (["--outtype", "q8_0"], ["--quantize"], ["-q4"])],
     (["a", "--group-size", "x"], "found 'x'"), (["a", "--group-size", "064"], "found '064'"),
     (["a", "--group-size"], "--group-size"), (["a", "--chat-template"], "--chat-template"),
     (["a", "--check", "--group-size", "32"], "--group-size"), (["a", "--che"], "--che"),
@@ -151,6 +153,23 @@ def test_a_part_that_is_a_link(checkpoint, run, tmp_path, name):
     assert (tmp_path / "victim").read_text() == "mine" and not (tmp_path / "out.bin").exists()
 
 
+def test_out_is_a_link(checkpoint, run, tmp_path):
+    """The file that it names is written; the tokenizer file lies beside the link, or where its own link says."""
+    ck = checkpoint()
+    folder, disk = ck.save(tmp_path / "in"), tmp_path / "disk"
+    disk.mkdir()
+    (tmp_path / "out.bin").symlink_to("disk/real.bin")
+    for own in False, True:
+        (tmp_path / "out.bin.tokenizer").unlink(missing_ok=True)
+        if own:
+            (tmp_path / "out.bin.tokenizer").symlink_to(disk / "t")
+        assert run(folder, "out.bin")[0] == run("--check", folder, "out.bin")[0] == 0
+        assert (tmp_path / "out.bin").is_symlink() and (disk / "real.bin").read_bytes() == ck.expected()
+        assert (tmp_path / "out.bin.tokenizer").is_symlink() == own and (disk / "t").exists() == own
+    disk.rename(tmp_path / "gone")
+    refused(run(folder, "out.bin"), "disk: missing, expected the directory to write to")
+
+
 def test_names_come_after_the_contents(checkpoint, run, tmp_path, monkeypatch):
     """Both files are on the disk before the first gets its name; the last one, OUT.bin, says that the pair fits."""
     folder, done = checkpoint().save(tmp_path / "in"), []
@@ -170,7 +189,7 @@ def test_too_little_space_is_found_before_writing(checkpoint, run, tmp_path, mon
     monkeypatch.setattr(shutil, "disk_usage", lambda _: free._replace(free=size - 1))
     refused(run(folder, "new.bin"), "disk space", f"{size} bytes", f"{size - 1} free")
     source = export.read_folder(folder)._replace(downloads=lambda: [(tmp_path, 50)])  # one on the hub
-    monkeypatch.setattr(export, "find_source", lambda _: export.Place(lambda: source))
+    monkeypatch.setattr(export, "find_source", lambda _: source)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: free._replace(free=size + 49))
     refused(run("org/in", "new.bin"), "disk space", f"{size + 50} bytes")
     monkeypatch.undo()

@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -77,26 +76,6 @@ def test_a_path_with_a_typing_error_is_no_hub_name(run, tmp_path, monkeypatch):
     refused(run("models/qwen/file.gguf"), "^export.py: models/qwen/file.gguf: missing")
     with pytest.raises(pytest.fail.Exception):
         run("other/qwen/file.gguf")
-
-
-def test_disks_of_a_gguf_file_on_the_hub(hub, tmp_path):
-    """Before the download: the cache's disk has room for it, OUT's disk for OUT.bin, one disk for both."""
-    file = tmp_path / "hub/org/tiny-GGUF/tiny-Q8_0.gguf"
-    file.parent.mkdir(parents=True)
-    file.write_text("")
-    os.truncate(file, 1 << 43)  # a hole
-    (tmp_path / "out").mkdir()
-    refused(hub("org/tiny-GGUF", "out/x.bin"), f"too little disk space, expected {2 << 43} bytes")
-    assert not hub.asked()
-
-
-@pytest.mark.parametrize("download, out, need", [(50, 0, 50), (0, 50, 50), (30, 30, 60), (20, 20, None)])
-def test_space_for_all_that_comes_to_a_disk(run, tmp_path, monkeypatch, download, out, need):
-    free = shutil.disk_usage(tmp_path)._replace(free=45)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
-    place = export.Place(lambda: export.refuse("x", "it is read", 1), [(tmp_path, download)], out)
-    monkeypatch.setattr(export, "find_source", lambda _: place)
-    refused(run("org/x", "x.bin"), f"too little disk space, expected {need} bytes, found 45 free" if need else "it is read")
 
 
 def test_ctrl_c_during_a_download(checkpoint, hub, tmp_path, monkeypatch):

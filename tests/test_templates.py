@@ -83,6 +83,13 @@ CHATS = {
     "the trained part is marked": (
         CHATML.replace("{{- '<|im_start|>'", "\n\n{%- generation -%}\n  {{ '<|im_start|>'").replace(
             "{%- endfor %}", "{%- endgeneration -%}\n\n{% endfor %}"), ORDINARY),
+    "no second system prompt": (CHATML.replace("{{- '<|im_start|>'", "{%- if m.role == 'system' and not loop.first %}"
+                                               "{{ raise_exception('system') }}{% endif %}{{- '<|im_start|>'"), ORDINARY),
+    "another second system prompt": (CHATML.replace("{%- set text = m.content", "{%- set text = m.content if "
+                                                    "m.role != 'system' or loop.first else '[' + m.content + ']'"), ORDINARY),
+    "a reranker's": ("""{% set query = messages|selectattr("role", "eq", "query")|map(attribute="content")|first %}
+{% set document = messages|selectattr("role", "eq", "document")|map(attribute="content")|first %}
+<|im_start|>user\n<Query>: {{ query }}\n<Document>: {{ document }}<|im_end|>\n<|im_start|>assistant\n""", "-o 'yes|no'"),
     "no system prompt": ("{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}"
                          "{% endif %}" + CHATML, "no system role"),
     "trims": (CHATML.replace("m.content", "m.content | trim"), "differs for"),
@@ -101,11 +108,14 @@ CHATS = {
 def test_chat_pieces(which):
     template, expected = CHATS[which]
     export.Notices.hints.clear()
-    pieces = export.find_verified_pieces(template, export.read_roles({"bos_token": {"content": "<|begin|>"}}))
+    roles = export.read_roles({"bos_token": {"content": "<|begin|>"}})
+    pieces, tag = export.find_verified_pieces(template, roles)
     if isinstance(expected, list):
         assert list(pieces) == [*expected, expected[6]] and not export.Notices.hints
+        assert tag == ("" if "second" in which else "syst")
     else:
         assert pieces is None and len(export.Notices.hints) == 1 and expected in export.Notices.hints[0]
+        assert tag == ("" if "reranker" in which else "gues")
 
 
 @pytest.mark.parametrize("file, key", [
@@ -120,17 +130,13 @@ def test_where_the_chat_template_is(tmp_path, file, key):
     assert export.read_template(tmp_path, {"chat_template": key}) == expected
 
 
-def test_chat_template_that_is_no_text(tmp_path):
-    with pytest.raises(export.Refused, match="tokenizer_config.json: broken"):
-        export.read_template(tmp_path, {"chat_template": [1]})
-
-
 def test_chat_section_and_what_is_said_without_one(checkpoint, run, tmp_path):
     ck = checkpoint()
     ck.files["chat_template.jinja"] = CHATS["hybrid"][0]
     status, err = run(ck.save(tmp_path / "in"), "out.bin")
     assert status == 0 and len(err) == 1
     assert chat_strings(tmp_path / "out.bin.tokenizer") == ORDINARY
+    assert split_tokenizer((tmp_path / "out.bin.tokenizer").read_bytes())[1][b"syst"] == b""
     for template, pattern in ((CHATS["trims"][0], "warning: the chat template.*differs for"),
                               (None, "no chat template")):
         ck.files["chat_template.jinja"] = template
@@ -138,6 +144,8 @@ def test_chat_section_and_what_is_said_without_one(checkpoint, run, tmp_path):
         status, err = run(ck.save(tmp_path / "in"), "out.bin")
         assert status == 0 and len(err) == 2 and re.search(pattern, err[1]), err
         assert chat_strings(tmp_path / "out.bin.tokenizer") == []
+        sections = split_tokenizer((tmp_path / "out.bin.tokenizer").read_bytes())[1]
+        assert b"syst" not in sections and sections.get(b"gues") == (b"" if template else None)
 
 
 def test_chat_template_of_the_user_s(checkpoint, run, tmp_path, monkeypatch):
@@ -151,5 +159,8 @@ def test_chat_template_of_the_user_s(checkpoint, run, tmp_path, monkeypatch):
     assert chat_strings(tmp_path / "out.bin.tokenizer") == ORDINARY
     assert run("--check", "in", "out.bin", "--chat-template", "mine.jinja")[0] == 0
     refused(run("--check", "in", "out.bin"), "out.bin.tokenizer: the file .the --chat-template of the export.. is not what")
+    (tmp_path / "bad.jinja").write_text("{% for %}")
     monkeypatch.setattr(export, "read_folder", lambda _: pytest.fail("it reads the source"))
+    refused(run("in", "out.bin", "--chat-template", "bad.jinja"), "^export.py: bad.jinja: no chat template, expected Jinja, "
+            "found TemplateSyntaxError")
     refused(run("in", "out.bin", "--chat-template", "none.jinja"), "^export.py: none.jinja: missing")

@@ -55,7 +55,7 @@ def test_template_that_wants_all_memory(template):
 
 def test_template_that_writes_too_much():
     export.Notices.hints.clear()
-    assert export.find_verified_pieces("{{ 'x' * 10**6 }}" + CHATML, {}) is None
+    assert export.find_verified_pieces("{{ 'x' * 10**6 }}" + CHATML, {}) == (None, "gues")
     assert "5,000,000 characters" in export.Notices.hints[0]
 
 
@@ -69,7 +69,7 @@ def test_template_s_process_has_nothing_of_its_surroundings(tmp_path, monkeypatc
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("HF_TOKEN", "secret")
     export.Notices.hints.clear()
-    assert export.find_verified_pieces(CHATML, {}) and not export.Notices.hints
+    assert export.find_verified_pieces(CHATML, {})[0] and not export.Notices.hints
     seen = ("import os, jinja2; assert jinja2.__file__.startswith(sys.argv[1])\n"
             "    assert set(os.environ) <= {'SYSTEMROOT', 'LC_CTYPE'}, os.environ\n"
             "    print(json.dumps([[sys.argv[1]] * 9999, None]))\n    return\n    ")
@@ -84,7 +84,7 @@ def test_template_s_process_finds_jinja2_where_this_one_does(tmp_path):
     site = Path(export.jinja2.__file__).parents[1]
     code = f"""import sys; sys.path += [{str(ROOT)!r}, {str(site)!r}]
 import export
-print(export.find_verified_pieces({CHATML!r}, {{}}) is not None, export.Notices.hints)"""
+print(export.find_verified_pieces({CHATML!r}, {{}})[0] is not None, export.Notices.hints)"""
     done = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True)
     assert done.stdout == "True []\n", done
 

@@ -40,6 +40,7 @@ BAD_TOKENIZER = {
             ("id of", "he", {"id": 502}, "each with a text and an id of its own"),
             ("letter", "\u0120", {}, "added tokens of the vocabulary, expected ASCII and not special, found \u0120$"),
             ("special", "he", {"special": True}, "added tokens of the vocabulary, expected ASCII and not special, found he$"))},
+    "long": (lambda t: t["model"]["vocab"].update({"h" * 9_000_000: 300}), "tokens, expected at most 1024 bytes in each, found 9000000$"),
     "merge of no token": (lambda t: t["model"]["vocab"].update(hf=t["model"]["vocab"].pop("he")), "merge"),
     **{f"added {what}": (change, f"id of added token {text!r}, expected {counted}, as the package counts, found {found}$")
        for what, change, text, counted, found in (
@@ -107,7 +108,8 @@ def test_vocabulary(exported, tokenizer_json):
     for text, _ in ADDED:
         assert records[tok.token_to_id(text)] == (-1e6, text.encode())
     assert records[-5:] == [(-1e6, b"")] * 5
-    assert rows(sections["adde"], 2) == [(tok.token_to_id(text), special) for text, special in ADDED]
+    words = "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"    # neither marks nor ChatML's
+    assert rows(sections["adde"], 2) == [(tok.token_to_id(text), special | 4 * (text in words)) for text, special in ADDED]
 
 
 @pytest.mark.parametrize("generation, config, settings, stop", [
@@ -168,22 +170,27 @@ def test_where_a_file_came_from(checkpoint, run, tmp_path, name, said):
     assert run("--check", checkpoint().save(tmp_path / "elsewhere"), "out.bin")[0] == 0
 
 
-def test_min_p_is_said(checkpoint, run, tmp_path):
+@pytest.mark.parametrize("ignored", [{"min_p": 0.05}, {"max_new_tokens": 512, "num_beams": 4},
+                                     {"no_repeat_ngram_size": 3, "suppress_tokens": [1], "bad_words_ids": [[1], [2, 3]]}])
+def test_settings_that_nobody_obeys_are_said(checkpoint, run, tmp_path, ignored):
     ck = checkpoint()
     ck.settings["chat_template"] = CHATML
-    ck.generation["min_p"] = 0
+    ck.generation |= {"min_p": 0, "num_beams": 1, "max_new_tokens": None, "bad_words_ids": []}
     assert len(run(ck.save(tmp_path / "in"), "out.bin")[1]) == 1
-    ck.generation["min_p"] = 0.05
+    ck.generation |= ignored
     _, (_, hint) = run(ck.save(tmp_path / "in"), "out.bin")
-    assert hint == "export.py: generation_config.json: min_p 0.05 is ignored: qwen3 has no min_p"
+    assert hint.startswith("export.py: generation_config.json: ignored, as ")
+    assert all(f"{key} {value!r}" in hint for key, value in ignored.items()), hint
 
 
 @pytest.mark.parametrize("template, generation, config, settings, mode, noted", [
     (True, [2, 0], 2, "<|im_end|>", 0, ""), (True, 0, 0, "<|endoftext|>", 1, "base model"),
     (True, None, 2, "<|endoftext|>", 0, ""), (True, 0, 0, "<|im_end|>", 0, ""),
-    (False, [2, 0], 2, "<|im_end|>", 1, "no chat template")])
+    (False, [2, 0], 0, "<|endoftext|>", 1, "no chat template: qwen3 will continue texts"),
+    (False, [2, 0], 2, "<|im_end|>", 0, "no chat template: qwen3 will chat in ChatML")])
 def test_mode(checkpoint, tmp_path, template, generation, config, settings, mode, noted):
-    """A base model's ids that end a text do not hold the end of a turn; or it has no template."""
+    """A base model's ids that end a text do not hold the end of a turn; or it has no template, and does not end with
+    ChatML's end of turn."""
     ck = checkpoint()
     base = ck.eos - 2
     ck.generation["eos_token_id"] = None if generation is None else (
@@ -244,11 +251,40 @@ def test_special_tokens_by_role_and_by_the_second_list(checkpoint, tmp_path):
     ck.settings = {"added_tokens_decoder": {str(think["id"]): think | {"special": True, "normalized": True}},
                    "additional_special_tokens": ["</think>"]}
     special = dict(rows(sections_of(ck, tmp_path)[2]["adde"], 2))
-    assert (special[think["id"]], special[think_end["id"]], special[call["id"]]) == (1, 1, 0)
+    assert (special[think["id"]], special[think_end["id"]], special[call["id"]]) == (1, 1, 4)
     for extra in ["<tool_call>"], {"call": "<tool_call>"}:  # of transformers 5
         ck.settings["extra_special_tokens"] = extra
         special = dict(rows(sections_of(ck, tmp_path)[2]["adde"], 2))
         assert (special[think["id"]], special[think_end["id"]], special[call["id"]]) == (1, 1, 1)
+
+
+def test_words(checkpoint, tmp_path):
+    """An added token of the user's own counts in texts; not a special one, a mark, or what the template writes."""
+    ck, i = checkpoint(), 502
+    ck.settings["chat_template"] = CHATML + "{# <MARK> #}"
+    texts = {"ORLEN": 4, "<MARK>": 0, "<|mark|>": 0, "SPECIAL": 1, "<|open": 4}
+    ck.tokenizer["added_tokens"] += [
+        ck.tokenizer["added_tokens"][-1] | {"id": i + k, "content": text, "special": bool(flags & 1)}
+        for k, (text, flags) in enumerate(texts.items())]
+    _, records, sections = sections_of(ck, tmp_path)
+    flags = {records[i][1].decode(): flags for i, flags in rows(sections["adde"], 2)}
+    assert {text: flags[text] for text in texts} == texts
+    assert flags["<think>"] == 0 and flags["<tool_call>"] == 4      # CHATML has the first
+
+
+def test_what_sentence_transformers_does_besides(checkpoint, run, tmp_path):
+    ck = sentence_transformers(checkpoint(), LAST, "Transformer", "Pooling")
+    ck.settings["chat_template"] = CHATML
+    settings = {"prompts": {"query": "", "document": ""}, "default_prompt_name": None, "similarity_fn_name": "cosine"}
+    ck.files["config_sentence_transformers.json"] = settings
+    assert len(run(ck.save(tmp_path / "in"), "out.bin")[1]) == 1
+    settings |= {"prompts": {"query": "query:\n", "document": ""}, "default_prompt_name": "query", "truncate_dim": 32}
+    ck.files["sentence_bert_config.json"] = {"max_seq_length": 77, "do_lower_case": False}
+    _, (_, hint) = run(ck.save(tmp_path / "in"), "out.bin")
+    assert hint.startswith("export.py: config_sentence_transformers.json: left to you") and hint.endswith(
+        str({"prompts": {"query": "query:\n"}, "default_prompt_name": "query", "max_seq_length": 77, "truncate_dim": 32}))
+    settings["prompts"] = ["x"]
+    refused(run(ck.save(tmp_path / "in"), "out.bin"), "config_sentence_transformers.json: prompts, expected a dict")
 
 
 @pytest.mark.parametrize("normalizer", [None, {"type": "Sequence", "normalizers": []}])

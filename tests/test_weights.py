@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from checkpoints import LAST, MIXTURE, experts, sentence_transformers
+from checkpoints import LAST, MIXTURE, experts, sentence_transformers, vision_language
 from conftest import export_process, export_py as export, refused
 
 
@@ -55,19 +55,26 @@ def test_variants_of_checkpoints(checkpoint, run, tmp_path, which):
     assert (tmp_path / "out.bin").read_bytes() == expected
 
 
-@pytest.mark.parametrize("embedding", [False, True])
-def test_a_classifier_of_its_own_although_it_is_tied(checkpoint, run, tmp_path, embedding):
-    """transformers 4 takes the embedding, 5 what is stored. An embedding model needs none."""
+@pytest.mark.parametrize("embedding, nested", [(False, False), (False, True), (True, False)])
+def test_a_classifier_of_its_own_although_it_is_tied(checkpoint, run, tmp_path, embedding, nested):
+    """It counts, as in transformers 5; 4 took the embedding. --check compares it. An embedding model needs none."""
     ck = checkpoint()
-    expected = ck.expected()
     ck.tensors["lm_head.weight"] = np.roll(ck.tensors["embed_tokens.weight"], 1)
+    ck.config["tie_word_embeddings"] = embedding
+    expected = ck.expected()
+    ck.config["tie_word_embeddings"] = True
     if embedding:
         sentence_transformers(ck, LAST, "Transformer", "Pooling")
-    result = run(ck.save(tmp_path / "in"), "out.bin")
-    if embedding:
-        assert result[0] == 0 and (tmp_path / "out.bin").read_bytes() == expected
-    else:
-        refused(result, r"with its tie_word_embeddings.*found missing: none; left over: lm_head.weight$")
+    ck = vision_language(ck) if nested else ck
+    status, err = run(ck.save(tmp_path / "in"), "out.bin")
+    said = [line for line in err if "lm_head.weight is written, too" in line]
+    assert status == 0 and (tmp_path / "out.bin").read_bytes() == expected and len(said) == (not embedding), err
+    assert run("--check", "in", "out.bin")[0] == 0
+    if not embedding:
+        data = bytearray(expected)
+        data[-1] ^= 1                                           # of the classifier's scales
+        (tmp_path / "out.bin").write_bytes(data)
+        refused(run("--check", "in", "out.bin"), "out.bin: lm_head.weight is not what the source gives")
 
 
 @pytest.mark.parametrize("group, config", [(64, {}), (32, {"hidden_size": 96}), (64, experts(3))])
