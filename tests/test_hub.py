@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -101,6 +102,24 @@ def test_ctrl_c_during_a_download(checkpoint, hub, tmp_path, monkeypatch):
         end.set()
         child.kill()
         child.communicate()
+
+
+@pytest.mark.parametrize("commit", ["../../../out", "main", "0123abc"])
+def test_a_commit_that_is_none(checkpoint, hub, tmp_path, monkeypatch, commit):
+    checkpoint().save(tmp_path / "hub/org/tiny")
+    monkeypatch.setattr(Hub, "newest", commit)
+    refused(hub("org/tiny"), "org/tiny: commit, expected 40 hexadecimal digits")
+
+
+def test_a_wrong_file_in_the_cache(checkpoint, hub, tmp_path):
+    """It stays there, so the message says what to delete."""
+    file = checkpoint().save(tmp_path / "hub/org/tiny") / "model.safetensors"
+    data = file.read_bytes()
+    file.write_bytes(data[:-1])
+    refused(hub("org/tiny"), f"org/tiny/model.safetensors: truncated.*; first delete {hub.cache}/models--org--tiny$")
+    file.write_bytes(data)
+    shutil.rmtree(hub.cache / "models--org--tiny")
+    assert hub("org/tiny")[0] == 0
 
 
 def test_a_hub_s_commit_and_index(checkpoint, hub, tmp_path, monkeypatch):
