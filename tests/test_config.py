@@ -97,15 +97,6 @@ def test_header_extensions(checkpoint, tmp_path, which):
     assert not export.Notices.hints
 
 
-def test_a_number_that_only_a_new_family_has(checkpoint, tmp_path, monkeypatch):
-    """Rows of FAMILIES and NUMBERS are enough; the other families need not have it."""
-    monkeypatch.setattr(export, "FAMILIES", [*export.FAMILIES, export.Family("New", "", export.QWEN3, numbers=("new",))])
-    monkeypatch.setitem(export.NUMBERS, "new", (1, 9, None, "no_topk_norm"))
-    for config, value in ({}, 0), ({"architectures": ["New"], "new": 7}, 7):
-        source = export.read_folder(checkpoint(**config).save(tmp_path))
-        assert export.read_header(source, None, None, None)[0].no_topk_norm == value
-
-
 BAD_CONFIG = [
     ({"architectures": ["Qwen3NextForCausalLM"]}, "not Qwen3's", "found Qwen3NextForCausalLM$"),
     ({"architectures": ["Qwen3ForSequenceClassification"]}, "not Qwen3's architecture, expected the model that it was made from",

@@ -81,17 +81,6 @@ def test_names_drive_no_terminal(checkpoint, run, tmp_path, name, args):
     assert all(line.isprintable() for line in err) and repr(name)[1:-1] in err[0], err
 
 
-def test_ctrl_c_while_the_arguments_are_read():
-    """argparse's clean-up fails on a signal's exception at the wrong moment."""
-    code = ("import argparse, os, runpy, signal, sys, time\n"
-            "def interrupted(self):\n    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(60)\n"
-            "argparse.ArgumentParser.format_usage = interrupted\n"
-            "sys.argv = ['export.py', 'in']\n"
-            f"runpy.run_path({str(ROOT / 'export.py')!r}, run_name='__main__')")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stderr) == (130, "")
-
-
 def test_no_stderr(checkpoint, tmp_path):
     """It is closed: nothing takes its place, neither stdout nor OUT."""
     ck = checkpoint()

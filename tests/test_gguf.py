@@ -76,14 +76,6 @@ def test_text_part_of_a_vision_model(checkpoint, run, tmp_path):
     assert (tmp_path / "out.bin").read_bytes() == ck.expected()
 
 
-def test_default_name_and_first_argument(make, run, tmp_path):
-    make()
-    assert run("model.gguf")[0] == 0 and run("other.bin", "model.gguf")[0] == 0
-    assert files(tmp_path / "model.bin") == files(tmp_path / "other.bin")
-    sections = split_tokenizer((tmp_path / "model.bin.tokenizer").read_bytes())[1]
-    assert sections[b"from"] == b"model.gguf, 8 bits in groups of 64, export.py %s" % export.VERSION.encode()
-
-
 @pytest.mark.parametrize("same", [True, False])
 def test_a_stored_classifier_is_shared_if_it_is_the_embedding(checkpoint, make, run, tmp_path, same):
     ck = checkpoint("BF16")
@@ -583,17 +575,6 @@ def test_refused(checkpoint, refuses, tmp_path, config, changes, spoil, pattern)
     if spoil:
         spoil(tensors)
     refuses(write(tmp_path / "model.gguf", values(ck) | changes, tensors), "model.gguf", pattern)
-
-
-@pytest.mark.parametrize("kinds", [[Kind.Q8_0], [Kind.Q8_0, Kind.Q4_1]])
-def test_one_probe_for_each_dtype(checkpoint, make, run, tmp_path, monkeypatch, kinds):
-    """Not for each tensor, of which a mixture of experts may have 36,945."""
-    ck, probed, dequantize = checkpoint("F32", hidden_size=256), [], gguf.dequantize
-    monkeypatch.setattr(export, "write_model", lambda *_: None)
-    monkeypatch.setattr(export.gguf, "dequantize", lambda data, kind: (probed.append(kind), dequantize(data, kind))[1])
-    tensors = blocks(ck, Kind.Q8_0) | {name: block for name, block in blocks(ck, kinds[-1]).items() if "ffn_" in name}
-    assert run(make(ck, tensors=tensors), "out.bin")[0] == 0
-    assert sorted(probed) == sorted(map(int, kinds))
 
 
 def test_a_classifier_is_compared_lazily(checkpoint, make, run, tmp_path, monkeypatch):

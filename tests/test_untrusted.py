@@ -79,16 +79,6 @@ def test_template_s_process_has_nothing_of_its_surroundings(tmp_path, monkeypatc
     assert set(export.render_all("", {}, [("x", None)]).values()) == {str(where)}
 
 
-def test_template_s_process_finds_jinja2_where_this_one_does(tmp_path):
-    """Here by PYTHONPATH alone."""
-    site = Path(export.jinja2.__file__).parents[1]
-    code = f"""import sys; sys.path += [{str(ROOT)!r}, {str(site)!r}]
-import export
-print(export.find_verified_pieces({CHATML!r}, {{}})[0] is not None, export.Notices.hints)"""
-    done = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True)
-    assert done.stdout == "True []\n", done
-
-
 def test_template_s_process_that_dies(monkeypatch):
     monkeypatch.setattr(sys, "executable", "false")
     not_tried("", "exit status 1")
@@ -244,13 +234,6 @@ def test_limits_are_those_of_qwen3():
 
 
 # ---------------------------------------------------------------------------- first mistakes
-
-def test_help_tells_the_default_of_bits():
-    text = " ".join(export.__doc__.split())
-    kinds = "{}, {} or {}".format(*export.GGUF_LEVELS)
-    assert (f"The default is 8, but 4 for a GGUF file with most weights in {kinds}"
-            in text[text.index("--bits"):text.index("--group-size")])
-
 
 @pytest.mark.parametrize("option, shown", [
     ("-h", "export.py SOURCE [OUT.bin]"), ("--help", "export.py SOURCE [OUT.bin]"),

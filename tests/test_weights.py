@@ -1,8 +1,6 @@
 """OUT.bin byte for byte: what export.py makes of each kind of checkpoint, and in what pieces."""
 
-import os
 import resource
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -139,18 +137,3 @@ def test_more_shards_than_files_that_may_be_open(checkpoint, tmp_path):
     done = export_process(folder, "out.bin", cwd=tmp_path, preexec_fn=lambda: resource.setrlimit(
         resource.RLIMIT_NOFILE, (len(ck.tensors), len(ck.tensors))))
     assert done.returncode == 0 and (tmp_path / "out.bin").read_bytes() == ck.expected(), done
-
-
-@pytest.mark.parametrize("cores, threads", [(1, 1), (7, 7), (None, 1), (128, 64)])
-def test_a_thread_for_each_core(checkpoint, run, tmp_path, monkeypatch, cores, threads):
-    folder, found = checkpoint().save(tmp_path / "in"), []
-    monkeypatch.setattr(os, "cpu_count", lambda: cores)
-    monkeypatch.setattr(export, "ThreadPoolExecutor", lambda n: (found.append(n), ThreadPoolExecutor(n))[1])
-    assert run(folder, "out.bin")[0] == 0 and found == [threads]
-
-
-def test_bf16_needs_no_package(checkpoint, run, tmp_path, monkeypatch):
-    """Its floats are shifted: four times as fast as the gguf package."""
-    ck = checkpoint("BF16")
-    monkeypatch.setattr(export.gguf, "dequantize", lambda *_: pytest.fail("it is called"))
-    assert run(ck.save(tmp_path / "in"), "out.bin")[0] == 0 and (tmp_path / "out.bin").read_bytes() == ck.expected()
