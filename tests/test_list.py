@@ -281,8 +281,6 @@ NO_MESSAGES = [b"[]", b'["a"]', b"[1]", b"[[]]", b"[null]", b'[{"content": "a"}]
                b'[{"role": "user", "content": null}]', b'[{"role": "user", "content": ["a"]}]',
                b'[{"role": 1, "content": "a"}]',
                b'[{"role": "user", "content": [{"type": "text", "text": 1}]}]',
-               b'[%s, {"role": "system", "content": "a"}, %s]' % (MESSAGE, MESSAGE),
-               b'[{"role": "system", "content": "a"}, {"role": "system", "content": "a"}, %s]' % MESSAGE,
                b"[%s,]" % MESSAGE, b"[,%s]" % MESSAGE, b"[%s %s]" % (MESSAGE, MESSAGE), b"[%s" % MESSAGE,
                b"[%s}" % MESSAGE, b"[%s] x" % MESSAGE, b'[{"role": "user", "content": "a",}]',
                b'[{"role" "user", "content": "a"}]', b'[{role: "user", "content": "a"}]',
@@ -305,7 +303,7 @@ FOUND = [  # a line, and what of it is bad at which byte, and found there
     (b'[%s, {"role": "tool", "content": "a"}]' % MESSAGE, "role", 36, '{"role": "tool",'),
     (b'[{"content": 1, "role": "user"} ]', "content", 2, '{"content": 1, "'),
     (b'[{"role": "user"}]', "content", 2, '{"role": "user"}'), (b"[{}]", "role", 2, "{}]"),
-    (b'[%s, {"role": "system", "content": "a"}]' % MESSAGE, "role", 70, "]"),
+    (b'[%s, {"role": "system", "content": "a"}]' % MESSAGE, "role", 71, "the end"),
     (b'[{"role": "system", "content": "a"}]', "role", 37, "the end"),
     (b'[{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]', "content", 40, '"image_url", "im'),
     (b'[{"role": "user", "content": ["a", {}]}]', "content", 31, '"a", {}]}]'),
@@ -553,15 +551,16 @@ def test_a_list_that_is_typed(tiny):
 
 def test_later_system_messages(tiny, tmp_path):
     """Where the tokenizer file says that the template renders them as the first; but none at the end."""
-    model = change_sections(copy_model(tiny, tmp_path), lambda sections: sections.update({b"syst": b""}))
+    without = change_sections(copy_model(tiny, tmp_path), lambda sections: sections.pop(b"syst"))
     system, user, said = [{"role": role, "content": content} for role, content in (
         ("system", "Your name is Max."), ("user", "What is your name?"), ("assistant", "Tiny"))]
     talks = [[system, system, user], [user, said, system, user], [system, user, said, system, user], [user, system]]
     texts = ["".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in talk) +
              "<|im_start|>assistant\n<think>\n\n</think>\n\n" for talk in talks[:3]]
-    lines, error = run_json(model, talks, *GREEDY, "-n", 30, "-q", status=1)
+    assert run_json(without, talks, "-n", 1, status=1)[0] == [b"null"] * 4
+    lines, error = run_json(tiny, talks, *GREEDY, "-n", 30, "-q", status=1)
     assert lines == run_json(tiny, texts, *GREEDY, "-n", 30, "-q", "-m", "generate")[0] + [b"null"], error
-    assert run_json(model, [[user, system, user]], "-y", "Be brief.", "-n", 1)[0] != [b"null"]
+    assert run_json(tiny, [[user, system, user]], "-y", "Be brief.", "-n", 1)[0] != [b"null"]
 
 
 def test_members_that_other_programs_obey(tiny):
