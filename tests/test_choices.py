@@ -8,9 +8,10 @@ import struct
 
 import pytest
 import conftest
-from conftest import (assert_error, change_sections, copy_model, export, make_checkpoint, output,
+from conftest import (TINY, assert_error, change_sections, copy_model, export, make_checkpoint, output,
                       perplexity, qwen3, tokenize)
 from reference import Model
+from tokenizers import Tokenizer
 from test_templates import CHATML as THINKS
 
 PROMPT = "Tell me a story of the old lighthouse"
@@ -219,6 +220,115 @@ def test_a_text_with_a_stop_id(tiny, tmp_path):
         assert_error(qwen3(model, "-m", "generate", "-i", "a", "-o", texts), 1, "-o", "</tool_call>", "ends answers")
         assert qwen3(tiny, "-m", "generate", "-i", "a", "-o", texts).returncode == 0
     assert qwen3(model, "-i", "a", "-o", "ab|ab</tool_call>").returncode == 0
+
+
+def as_harness(model, tokenizer, prompt, texts):
+    """(nll, tokens) of each TEXT: encoded with the prompt, whose blanks at the end are its own. That is how
+    lm-evaluation-harness splits; where the boundary merges, what comes before the TEXT is the whole's, too."""
+    before = tokenizer.encode(prompt.rstrip()).ids or tokenizer.encode("<|endoftext|>").ids
+    whole = [before * (not prompt.strip()) + tokenizer.encode(prompt + text).ids for text in texts]
+    for ids in whole:
+        nll = -sum(model.logprobs(ids)[len(before) - 1:])
+        if any(ids == other[:len(ids)] and ids != other for other in whole):
+            nll -= math.log(sum(math.exp(model.logprobs(ids + tokenizer.encode(stop).ids)[-1]) for stop in STOPS))
+        yield nll, len(ids) - len(before)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_rows_own_answers(tiny, table_model, tokenizer, exact):
+    """Of 60 rows: -log p of each as the definition has it, alone as in a list; p and mass follow from them. Of a model
+    that 8 bits hold exactly, to 1e-4; of another, activations are rounded where sums are nearly equal, too."""
+    r, rows = random.Random(1), []
+    tokens = [token for token, id in tokenizer.get_vocab().items() if id % 9 == 0]
+    if exact:
+        tiny = table_model({token: {r.choice(tokens): r.random() * 9} for token in [None, *tokens[:20]]})
+    else:
+        tokenizer = Tokenizer.from_file(str(TINY / "model/tokenizer.json"))
+    model = Model.from_bin(tiny)
+    words = "the wind and sea of a harvest keeper. (10 1 7 yes; no: storm's Größe 灯塔".split()
+    while len(rows) < 60:
+        text = r.choice(["", " "]).join(r.choices(words, k=r.randrange(5))) + r.choice(["", " ", "\n\n", "("])
+        texts = {r.choice(["", " "]) + " ".join(r.choices(words, k=r.randrange(1, 5))) for _ in range(r.randrange(3, 6))}
+        rows.append({"id": len(rows), "text": text, "c d": sorted(texts)})
+    data = [json.dumps(row) for row in rows]
+    run = ("-m", "generate", "-o", "@c d")
+    lines = qwen3(tiny, "-L", "-", "-q", *run, stdin="\n".join(data).encode()).stdout.splitlines()
+    scored = 0
+    for row, line in zip(rows, map(json.loads, lines)):
+        expected = list(as_harness(model, tokenizer, row["text"], row["c d"]))
+        if min(tokens for _, tokens in expected) < 1:
+            assert line["error"].endswith("adds no token to the prompt"), line
+            continue
+        scored += 1
+        assert list(line) == ["id", "c d", "choice", "p", "mass", "nll", "tokens"] and line["c d"] == row["c d"]
+        assert line["nll"] == pytest.approx([nll for nll, _ in expected], abs=1e-4 if exact else 0.15, rel=0 if exact else 0.02)
+        assert line["tokens"] == [tokens for _, tokens in expected] and list(line["p"]) == row["c d"]
+        mass = math.fsum(math.exp(-nll) for nll in line["nll"])
+        assert line["mass"] == pytest.approx(mass, rel=1e-6)
+        assert list(line["p"].values()) == pytest.approx([math.exp(-nll) / mass for nll in line["nll"]], rel=1e-6)
+    assert scored > 40
+    for i in 0, 7, 59:
+        assert qwen3(tiny, "-L", "-", "-q", *run, "-b", 3, stdin=data[i].encode()).stdout == lines[i] + b"\n"
+
+
+def test_own_answers_are_those_of_all(tiny):
+    """In chat, with thinking or an answer that is begun, a row's own answers give what -o gives of the same ones."""
+    for options in (), ("-r", 1, "-s", 3), ("-r", 4, "-s", 2), ("-b", 3, "-i", "Is it?"):
+        for begun in [], [{"role": "assistant", "content": "The"}]:
+            row = {"messages": [{"role": "user", "content": "What is 3 + 4?"}, *begun], "own": ["7", "1", "10", " a sea"]}
+            all_, = run_list(tiny, [json.dumps(row)], row["own"], *options, kind="-L")
+            own = json.loads(output(tiny, "-L", "-", "-q", "-o", "@own", *options, stdin=json.dumps(row).encode()))
+            assert own.pop("tokens")[:3] == [1, 1, 2] and len(own.pop("nll")) == 4 and own == json.loads(all_)
+
+
+@pytest.mark.parametrize("own, error", [
+    ("", "bad own at byte 1"), (', "own": "a"', "an array of two"), (', "own": ["a"]', "an array of two"),
+    (', "own": ["a", 7]', "an array of two"), (', "own": ["a", ""]', "none empty"),
+    (', "own": ["a", "a"]', "a: has the same tokens"), (', "own": ["\u00e9", "e\u0301"]', "has the same tokens"),
+    (', "own": ["a", "b"], "nll": 1', "which this run adds"), (', "own": ["a", "%s"]' % ("b c " * 99), "too long")])
+def test_wrong_answers_of_a_row(tiny, own, error):
+    """Its error; the others run."""
+    data = f'{{"text": "x"{own}}}\n"x"\n{{"text": "x", "own": ["a", "b"]}}\n'.encode()
+    result = qwen3(tiny, "-L", "-", "-c", 64, "-o", "@own", stdin=data)
+    first, bare, last = result.stdout.splitlines()
+    assert result.returncode == 1 and error in json.loads(first)["error"] and json.loads(first)["choice"] is None
+    assert bare == b"null" and json.loads(last)["choice"] in "ab"
+
+
+BLANK, PROMPT_ENDS = "with a blank, which counts", "prompt: ends in a blank"
+
+
+@pytest.mark.parametrize("args, text, said", [
+    (["-o", "yes |no"], "x", BLANK), (["-o", "yes| no"], "x", BLANK), (["-o", "yes|no"], "x ", None),
+    (["-m", "generate", "-o", " yes| no"], "x", None), (["-m", "generate", "-o", "yes\n|no"], "x", BLANK),
+    (["-m", "generate", "-o", "yes|no"], "x ", PROMPT_ENDS), (["-m", "generate", "-o", "@own"], "x ", None)])
+def test_blanks_that_nobody_means(tiny, args, text, said):
+    """One notice, of a list and of one text."""
+    row = json.dumps({"text": text, "own": ["yes", "no"]}).encode() + b"\n"
+    for where in (["-L", "-"], ["-i", text])[:1 + ("@own" not in args)]:
+        error = qwen3(tiny, *where, *args, stdin=row * 3).stderr.decode()
+        assert [said for said in (BLANK, PROMPT_ENDS) if error.count(said) == 1] == [said] * (said is not None), error
+        assert error.count("blank") == (said is not None)
+
+
+def test_mass(table_model):
+    """What the model would not answer is said once."""
+    model = table_model({None: {"a": 40, "b": 30}})
+    said = "qwen3: choices: mass below 0.1 in {} of 2 texts: the model would answer something else\n"
+    for answers, n in ("a|b", 0), ("b|c", 2):
+        run = (model, "-m", "generate", "-o", answers)
+        assert (said.format(2) in qwen3(*run, "-l", "-", stdin=b"x\ny\n").stderr.decode()) == (n > 0)
+        assert (b"mass below 0.1 in 1 of 1 texts" in qwen3(*run, "-i", "x").stderr) == (n > 0)
+
+
+def test_an_end_inside_thinking(chain):
+    """It is no whole answer: one text and a list say so."""
+    model = chain("\u010a", "<think>", "a", "<|im_end|>", template=THINKS)
+    run = (model, "-t", 0, "-r", 1)
+    assert b"qwen3: answer: ended inside its thinking by an end token after 2 tokens\n" in qwen3(*run, "-i", "x").stderr
+    result = qwen3(*run, "-L", "-", stdin=b'{"text": "x"}\n')
+    assert json.loads(result.stdout) == {"answer": "", "end": "thinking"}
+    assert b"qwen3: answers: ended inside their thinking: 1\n" in result.stderr
 
 
 JUDGE = 'Say if the document answers the query. The answer is "yes" or "no".'
