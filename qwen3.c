@@ -73,8 +73,7 @@
    does and where.) Part II, the program, runs many texts together, in passes of many tokens. Part
    III, the machine, computes a pass with all threads and SIMD instructions. Both give Part I's
    results, equal bit for bit, in less time. `make plain` builds a program that computes as Part I
-   does, for a debugger, and the tests compare the two. A port begins there: then it needs only
-   "SIMD primitives".
+   does, for a debugger and the tests. A port begins there: then it needs only "SIMD primitives".
 
    Part I, the model              Part II, the program                      Part III, the machine
      Types, with their shapes       Errors and memory     Checks and notices    SIMD primitives
@@ -144,7 +143,7 @@ typedef struct {
     int8_t levels[16];      // with 4 bits: the int8 values that a weight can have
     float rope_theta;
     float rms_norm_eps;
-    int rope_scaling;       // not 0: for longer texts rope is scaled, by the next two
+    int rope_scaling;       // not 0: for longer texts rope is scaled, by export.py's next two
     float rope_factor;      // on cos and sin
     const float *rope_freq; // (head_dim / 2) radians per position
     int qkv_bias;           // 1: Wq, Wk and Wv have biases (Qwen2)
@@ -308,8 +307,7 @@ static void silu_times(float *gate, const float *up, int n) {
 // of panels of 16 rows (the last one padded), word 0 of each row, then word 1 of each, and so on:
 //   row 0, word 0 | row 1, word 0 | ... | row 15, word 0 | row 0, word 1 | row 1, word 1 | ...
 // SIMD instructions compute 4 to 16 rows at once: so they find these rows' words side by side. With
-// 8 bits and 64 columns, weight (17, 6) is byte 1,094: 16 * 64 for panel 0, 16 * 4 for word 0 of
-// panel 1, 4 for word 1 of row 16, and 2.
+// 8 bits and 64 columns, weight (17, 6) is byte 16 * 64 (panel 0) + 16 * 4 (word 0) + 4 + 2 = 1094.
 enum { PANEL = 16 };
 
 INLINE int weight_int(const Matrix *w, int r, int i) {
@@ -378,8 +376,7 @@ static void add(float *x, const float *y, int n) {
 // Returns the frequency of pair j in radians per position: theta^(-2j / head_dim). If rope is
 // scaled for longer texts than those of the model's training (YaRN, arXiv 2309.00071), the file has
 // other frequencies: the slow pairs turn slower still, so that they do not go round further than in
-// training. The file also has a factor on cos and sin. It makes q . k larger, because otherwise a
-// softmax over more positions would be flatter. export.py computes both.
+// training. A factor on cos and sin makes q . k larger: more positions make a softmax flatter.
 static float rope_frequency(const Config *c, int j) {
     return c->rope_scaling ? c->rope_freq[j] : 1 / powf(c->rope_theta, 2 * j / (float)c->head_dim);
 }
@@ -816,9 +813,8 @@ static void encode_plain(Encoder *enc, Bytes text) { buffer_add(&enc->pending, t
 // them to encode_plain. (Part II)
 static void encode_marked(Encoder *enc, Bytes text);
 
-// Adds a message, in which only some added tokens count. A fine-tune may have added words, such as
-// names: these count in each message. In an answer all count that are not SPECIAL, because a model
-// draws them as tokens. (Part II)
+// Adds a message. A fine-tune's words, added tokens such as names, count in it; in an answer all that
+// are not SPECIAL count, because a model draws them as tokens. (Part II)
 static void encode_message(Encoder *enc, Bytes text, int role);
 
 // Appends the ids of a text, in which all added tokens count if `marked` is true, else a user's.
@@ -996,8 +992,7 @@ static bool writer_token(Writer *out, const Tokenizer *tok, int id);
 //   A B C D E  4      5       E runs, and a stop id is drawn, which is not appended
 //   A B C D E  5      5       COMPLETE
 //
-// Part II runs many texts together in one pass, and guesses ids: the same ids and sums in less
-// time. `make plain` (-DPLAIN) runs this loop instead.
+// Part II runs many texts together, and guesses ids: the same results. -DPLAIN runs this loop.
 
 typedef enum {
     GOES_ON,
@@ -1090,8 +1085,7 @@ static Ending add_nll(Text *text, double nll) {
     return text->target < text->ids.n ? GOES_ON : COMPLETE;
 }
 
-// Makes of x (dim) the vector by which texts are compared (-m embed). Returns COMPLETE, or FAILED
-// if it is not finite. (Part II)
+// Makes an embedding of x (dim). Returns COMPLETE, or FAILED if it is not finite. (Part II)
 static Ending embed_text(const Model *m, Text *text, float *x);
 
 // Runs a text to its end, one token at a time.
@@ -1145,8 +1139,7 @@ static size_t thinking_length(const ChatFormat *f, Bytes text) {
 // Adds an answer of an earlier turn without its thinking: of the tokens "</think>" "\n\n" "Yes"
 // "<tool_call>", the first 10 bytes are skipped. (They may end inside a token.) What follows is
 // encoded anew from its bytes, so "Yes" may get other ids than those that were drawn. But a drawn
-// added token, such as <tool_call>, stays one token. Its bytes alone could not tell it from an
-// answer that spells it out, which stays plain text.
+// added token stays one: its bytes could not tell it from the same text, written by other tokens.
 static void encode_answer(Encoder *enc, const ChatFormat *f, const Message *message) {
     const Ids *ids = &message->ids;
     const Bytes rest = bytes_of(&message->text);  // what is not in ids
