@@ -813,8 +813,8 @@ static void encode_plain(Encoder *enc, Bytes text) { buffer_add(&enc->pending, t
 // them to encode_plain. (Part II)
 static void encode_marked(Encoder *enc, Bytes text);
 
-// Adds a message. A fine-tune's words, added tokens such as names, count in it; in an answer all that
-// are not SPECIAL count, because a model draws them as tokens. (Part II)
+// Adds a message. A fine-tune's words, added tokens such as names, count in it; in an answer all
+// count that are not SPECIAL, because a model draws them as tokens. (Part II)
 static void encode_message(Encoder *enc, Bytes text, int role);
 
 // Appends the ids of a text, in which all added tokens count if `marked` is true, else a user's.
