@@ -338,8 +338,7 @@ def test_a_full_disk(tiny, tmp_path):
     run = (tiny, "-l", path, "-s", 3, "-n", 9, "-q")
     whole = output(*run)
 
-    def limited():
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    def limited():                                      # whose signal the program ignores by itself
         resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
     for name, args in (("stdout", ()), (out, ("-w", out))):
         with open(tmp_path / "stdout" if name == "stdout" else os.devnull, "wb") as stdout:
