@@ -220,11 +220,7 @@ def test_half_of_the_turns_goes_and_again(chain):
 
 
 def test_an_answer_that_is_cut_says_what_to_do(chain, talk):
-    """The first time already, before any turn is forgotten: -c, and where it can't be larger, /clear."""
-    child, say = talk("-t", 0, "-c", 60, model=chain("Ċ", "a", "b", "a"))
-    assert re.search(rb"qwen3: answer: ended by a full context \(-c\) after \d+ tokens; -c allows up to 512\r\n", say("x"))
-    shown = say("go on")
-    assert b"forgotten turns: 1 of 2; -c keeps more\r\n" in shown and b"ended by a full context" in shown
+    """The first time already, before any turn is forgotten: -c (above), and where it can't be larger, /clear."""
     child, say = talk("-t", 0, model=chain("Ċ", "a", "b", "a", max_len=60))
     assert re.search(rb"ended by a full context \(-c\) after \d+ tokens; /clear makes room\r\n", say("x"))
 
