@@ -295,17 +295,6 @@ def test_older_file_takes_texts_as_they_are(older, small, tokenizer):
     assert qwen3(older, "-q", "-m", "tokenize", "-i", text).stderr == b""
 
 
-def test_plain_file_with_fewer_tokens_than_rows(random_model, tmp_path, tokenizer):
-    """The older exports wrote 151,669 of 151,936 records; the file ends there."""
-    path = copy_model(random_model(pad_to=640), tmp_path)
-    file = tmp_path / "model.bin.tokenizer"
-    data = file.read_bytes()
-    file.write_bytes(data[:token_records(data, 502)[-1]])
-    text = "The old lighthouse <think>\n\n didn't"
-    assert_same(tokenize(path, text.encode()), tokenizer, text)
-    assert output(path, "-m", "generate", "-i", "the", "-n", 30, "-t", 2, "-k", 0, "-p", 1, "-q", "-s", 1)
-
-
 def test_other_scores_of_the_same_order(small, tmp_path, tokenizer):
     """Merge scores only order the merges."""
     path = copy_model(small, tmp_path)
