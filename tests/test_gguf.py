@@ -275,8 +275,7 @@ IQ3_XXS IQ3_S IQ1_S IQ1_M IQ4_XS TQ1_0 TQ2_0 MXFP4""".split() if kind in Kind.__
 def test_other_quantizations(checkpoint, make, run, tmp_path, kind):
     """As the gguf package dequantizes them, then quantized as ever; a note says so."""
     kind = Kind[kind]
-    ck = checkpoint("F32", hidden_size=256, intermediate_size=256, num_hidden_layers=1,
-                    num_attention_heads=4)
+    ck = checkpoint("F32", hidden_size=256, intermediate_size=256, num_hidden_layers=1, num_attention_heads=4)
     tensors = random_tensors(ck, kind, "")
     status, err = run(make(ck, tensors=tensors), "out.bin")
     assert status == 0 and len(err) == 2 and f"{kind.name}: quantized again" in err[1], err
@@ -291,8 +290,7 @@ def random_tensors(ck, kind, part="blk."):
     """Random blocks of that kind in matrices with such names; scales may be negative, too."""
     rng = np.random.default_rng(4)
     return {name: (random_blocks(rng, x.shape, kind), kind)
-            for name, x in with_experts_joined(ck.tensors).items()
-            if is_matrix(name, x) and part in name}
+            for name, x in with_experts_joined(ck.tensors).items() if is_matrix(name, x) and part in name}
 
 
 ONE_BIT = pytest.param("Q1_0", {}, 128, marks=pytest.mark.skipif(
@@ -330,8 +328,7 @@ def test_four_bits_go_over_as_they_are(checkpoint, make, run, tmp_path, kind, co
                 assert ((x - found) ** 2).sum() <= 1.005 * ((x - expected) ** 2).sum()
             else:
                 assert np.array_equal(found, x)
-    assert_embedding(tmp_path / "model-q4.bin", gguf.dequantize(*tensors["token_embd.weight"]),
-                     group)
+    assert_embedding(tmp_path / "model-q4.bin", gguf.dequantize(*tensors["token_embd.weight"]), group)
     status, err = run("model.gguf", "--check")
     assert status == 0 and "rms error at most" in err[0]
 
