@@ -74,9 +74,11 @@ def test_presence_penalty(model):
     assert output(*run, "-a", 0) == output(*run)
 
 
-def test_repetition_penalty(ranked):
+def test_repetition_penalty(ranked, table_model):
     """As HF's: logits of what is in the prompt or the answer are divided by it (multiplied if below 0).
     -e overrides the checkpoint's, and 1 switches it off."""
+    below = table_model({None: {"a": -1, "b": -1.5}}, fill=-80)
+    assert output(below, "-m", "generate", "-i", "a", "-t", 0, "-e", 2, "-n", 2, "-q") == b"ba"
     path = ranked(generation=dict(do_sample=False, repetition_penalty=4.0))
     run = (path, "-m", "generate", "-i", "e", "-n", 7, "-q")
     assert output(*run) == b"dbcafee"                   # e has 1.25 after the prompt
