@@ -465,7 +465,8 @@ def test_bytes_that_are_not_utf_8_in_a_conversation(talk, tiny, tmp_path):
     assert f"{tmp_path}/file: line 2 is not UTF-8, taken as it is; ".encode() in say(f"/file {tmp_path}/file x")
     assert b"is not UTF-8" not in say(f"/file {tmp_path}/file x")
     child, say = talk("-t", 0, "-n", 1, "-c", 60)
-    for line, words in ((b"7" * 100 + b"\xff\n", b"too long"), (b"x\n", b"seed"), (b"\xff\n", b"input: line 1 is not UTF-8")):
+    for line, words in ((b"7" * 100 + b"\xff\n", b"too long"), (b"/file /\xff x\n", b"/file: /"), (b"x\n", b"seed"),
+                        (b"\xff\n", b"input: line 1 is not UTF-8")):
         child.send(line)
         child.expect_exact("\n> ")
         assert words in child.before and (b"is not UTF-8" in child.before) == (words[:5] == b"input"), child.before
