@@ -73,7 +73,7 @@
    does and where.) Part II, the program, runs many texts together, in passes of many tokens. Part
    III, the machine, computes a pass with all threads and SIMD instructions. Both give Part I's
    results, equal bit for bit, in less time. `make plain` builds a program that computes as Part I
-   does, for a debugger and the tests. A port begins there: then it needs only "SIMD primitives".
+   does, for a debugger and the tests. A port to a CPU begins with it, and needs "SIMD primitives".
 
    Part I, the model              Part II, the program                      Part III, the machine
      Types, with their shapes       Errors and memory     Checks and notices    SIMD primitives
@@ -143,7 +143,7 @@ typedef struct {
     int8_t levels[16];      // with 4 bits: the int8 values that a weight can have
     float rope_theta;
     float rms_norm_eps;
-    int rope_scaling;       // not 0: for longer texts rope is scaled, by export.py's next two
+    int rope_scaling;       // not 0: rope is scaled for longer texts, by the next two
     float rope_factor;      // on cos and sin
     const float *rope_freq; // (head_dim / 2) radians per position
     int qkv_bias;           // 1: Wq, Wk and Wv have biases (Qwen2)
@@ -307,7 +307,7 @@ static void silu_times(float *gate, const float *up, int n) {
 // of panels of 16 rows (the last one padded), word 0 of each row, then word 1 of each, and so on:
 //   row 0, word 0 | row 1, word 0 | ... | row 15, word 0 | row 0, word 1 | row 1, word 1 | ...
 // SIMD instructions compute 4 to 16 rows at once: so they find these rows' words side by side. With
-// 8 bits and 64 columns, weight (17, 6) is byte 16 * 64 (panel 0) + 16 * 4 (word 0) + 4 + 2 = 1094.
+// 8 bits and 64 columns, weight (17, 6) is byte 16 * 64 (panel 0) + 64 (word 0) + 4 + 2 = 1094.
 enum { PANEL = 16 };
 
 INLINE int weight_int(const Matrix *w, int r, int i) {
@@ -409,7 +409,7 @@ static void embed(const Model *m, int token, float *x) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Attention. The functions from here on work on the token's vectors in State: where a comment says
+// Attention. Most functions from here on work on the token's vectors in State: where a comment says
 // h, it is m->state.h. l is the layer's number, pos the token's position.
 
 // Returns where a key or value (head_dim) is in `cache`, which is State.keys or State.values.
@@ -426,9 +426,9 @@ static void norm_and_quantize(Model *m, const float *w) {
     quantize(s->h8, s->h, c->dim, c->group_size);
 }
 
-// With option -C 8, the KV cache has x (n), k or v, in 8 bits: x becomes Q8(x) in groups of 16,
-// times the scales. This is for long texts: each token reads all keys and values so far, which are
-// 0.31 of the bytes then. (k has a few large elements, which would make larger groups coarse.)
+// With option -C 8, Part III's KV cache has x (n), k or v, in 8 bits: so x becomes Q8(x) in groups
+// of 16, times the scales. This is for long texts: each token reads all keys and values so far, now
+// 0.31 of the bytes. (k has a few large elements, which would make larger groups coarse.)
 static void round_to_int8(float *x, int n) {
     int8_t int8[16];
     float scale = 0;
@@ -470,7 +470,7 @@ static void qkv(Model *m, int l, int pos) {
     if (c->cache_bits == 8) round_to_int8(v, c->kv_dim);
 }
 
-// Returns q . k / sqrt(head_dim), both (head_dim), added in order of j. (Part III: a lane per k)
+// Returns q . k / sqrt(head_dim), both (head_dim), added in order of j.
 static float attention_score(const float *q, const float *k, int head_dim) {
     float dot = 0;
     for (int j = 0; j < head_dim; j++) dot = mul_add(k[j], q[j], dot);
@@ -521,7 +521,7 @@ static void attend(Model *m, int l, int head, int pos) {
 // token the router chooses the few experts that run: so a model has many weights, and a token needs
 // few of them. In place of x = x + W2 (silu(W1 h) * (W3 h)), a layer computes
 //
-//   share = softmax(Wr h)                    for each expert, all floats: this h is not rounded
+//   share = softmax(Wr h)                    for each expert; Wr and this h are floats
 //   S = the n_experts_used experts with the largest shares
 //   share = share / (sum of share over S)    so that they add up to 1; some models skip this
 //   x = x + sum of share[i] W2[i] (silu(W1[i] h) * (W3[i] h)) over i in S
@@ -622,8 +622,8 @@ static float *compute_logits(Model *m) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Text to tokens. The text is cut at added tokens. These are marks, a token each: <|im_start|>
-// tells the model that a message begins. (If a user spells one out in a chat, that is plain text.)
+// Text to tokens. The text is cut at added tokens. Most are marks, a token each: <|im_start|> says
+// to the model that a message begins. (Spelled out in a user's message, a mark is plain text.)
 // The text between them is normalized: in Unicode's form NFC, e and a combining accent (U+0301)
 // become one character (U+00E9), so that both spellings get the same ids. Then a regular expression
 // cuts it into pieces, mostly words with the space before them: "Hello, world" becomes "Hello" ","
@@ -650,7 +650,7 @@ static Bytes bytes_from(Bytes b, size_t start) {  // b.p may be NULL if `start` 
 }
 
 enum { OTHER, LETTER, NUMBER, SPACE, END };  // classes of characters; END: after the text
-// Bits of Tokenizer.kind. SPECIAL: not written. WORD, ANSWERED: counts in users' texts, in answers.
+// Bits of Tokenizer.kind. SPECIAL: not written. ANSWERED: counts in answers, with WORD everywhere.
 enum { ADDED = 1, SPECIAL = 2, NORMALIZED = 4, WORD = 8, ANSWERED = 16 };
 enum { SYSTEM, USER, ASSISTANT };  // who wrote a message
 
@@ -661,7 +661,7 @@ typedef struct {           // the text around the messages of a conversation: se
     Bytes close[3];        // after it
     Bytes answer_open[2];  // before the model's answer: [0] if it is not to think first (mostly
                            // with an empty <think> block), [1] if it is
-    Bytes begun;           // before an answer whose beginning is given (not in older .tokenizer)
+    Bytes begun;           // before an answer whose beginning is given (older files lack it)
     Bytes strip;           // </think>: all up to the last one is cut from an earlier answer,
     Bytes trim;            // and then any of these characters from the start of what is left
 } ChatFormat;
@@ -755,8 +755,8 @@ typedef struct {     // text arrives in parts, some of which may hold added toke
 // Appends the text in form NFC, or as it is if an older tokenizer file has no data. (Part II)
 static void normalize(const Tokenizer *tok, Buffer *out, Bytes text);
 
-// Returns the token with exactly these bytes: if `added`, an added one, else another; or -1. Each
-// single byte has one. (Part II: a hash table)
+// Returns the token with exactly these bytes: if `added`, an added one, else one that merges make;
+// or -1. Each single byte has one. (Part II: a hash table)
 static int token_find(const Tokenizer *tok, Bytes text, bool added);
 
 // Appends the tokens of a piece. Of pairs with equal priorities the leftmost is merged first.
@@ -806,18 +806,18 @@ static void encode_token(Encoder *enc, int id) {
 }
 
 // Adds plain text, which encode_flush will encode. A mark in it, such as <|im_end|>, stays plain
-// text, because no merges make it: so a user, whose text comes here, can't forge the chat format.
+// text: no merges make it, and no mark is a WORD. So a user can't forge the chat format.
 static void encode_plain(Encoder *enc, Bytes text) { buffer_add(&enc->pending, text); }
 
 // Adds text in which added tokens may be spelled out: these go to encode_token, what is between
 // them to encode_plain. (Part II)
 static void encode_marked(Encoder *enc, Bytes text);
 
-// Adds a message. A fine-tune's words, added tokens such as names, count in it; in an answer all
-// count that are not SPECIAL, because a model draws them as tokens. (Part II)
+// Adds a message. In it count a fine-tune's WORDs: added tokens such as names, but no marks; in an
+// answer all count that are not SPECIAL, because a model draws them as tokens. (Part II)
 static void encode_message(Encoder *enc, Bytes text, int role);
 
-// Appends the ids of a text, in which all added tokens count if `marked` is true, else a user's.
+// Appends the ids of a text. All added tokens count if `marked`, else those that do for a user.
 static void encode_part(const Tokenizer *tok, Bytes text, bool marked, Ids *out) {
     Encoder enc = {.tok = tok, .out = out};
     if (marked) encode_marked(&enc, text);
@@ -838,7 +838,7 @@ static void encode_raw(const Tokenizer *tok, Bytes text, Ids *out) {
 // HF's order. (The likeliest token each time would make a dull text that repeats itself.) Top-k and
 // top-p cut off the very many unlikely tokens: else one of them would be drawn now and then. Tokens
 // are ordered by probability, of equal ones the lower id first. Nothing is sorted: each step is a
-// loop over the vocabulary that compilers vectorize, and takes about as long for any probabilities.
+// loop over the vocabulary that compilers vectorize, and mostly takes as long for any probabilities.
 
 typedef struct {
     float temperature;  // divides the logits: < 1 favours likely tokens; 0: always the likeliest
@@ -1068,7 +1068,7 @@ static Ending draw_next(const Tokenizer *tok, Text *text, float *logits) {
     return id < 0 ? FAILED : accept_id(tok, text, id);
 }
 
-// Returns the logit of an id. (Part II, where an id of a given answer, -o, may mean any stop id)
+// Returns the logit of an id. (Part II. There -1, the last id of a given answer, is any stop id.)
 static double logit_of(const Tokenizer *tok, const float *logits, int id);
 
 // Returns -log(probability) of an id by the logits of the id before it, which are overwritten.
@@ -1115,9 +1115,9 @@ static void run_text(Model *m, const Tokenizer *tok, Text *text) {
 // <think>, what it considers, and </think>. Then it writes the answer and <|im_end|>.
 //
 // export.py has turned the template into a ChatFormat. Each turn encodes the whole conversation
-// anew. Its first ids that equal those in the cache do not run again, but its last id always does:
+// anew. In Part II its first ids that equal those in the cache do not run again, its last one does:
 // its x gives the logits. If a <think> block, even an empty one, came before the last answer, the
-// next turn leaves it out, as the template does. The tokens after it then have other positions and
+// next turn leaves it out, as in training. The tokens after it then have other positions and
 // see other tokens: so they run again.
 
 typedef struct {
