@@ -100,7 +100,7 @@ def as_it_runs(command):
     for name in re.findall(r"\b([A-Z_]+)=", command) if "make" in command else ():
         assert re.search(rf"\$\({name}\)|\$\${name}\b", (ROOT / "Makefile").read_text()), name
     command = re.sub(r"\bMODEL\.bin\b", "Qwen3-0.6B.bin", re.sub(r"\bTEXT\b(?!=)", "text", command))
-    command = command.replace("-c 4096", "-c 1024").replace("--sshlogin one,two --wd . ", "")  # the tiny model, here
+    command = command.replace("[:256]", "[:16]").replace("-c 4096", "-c 1024").replace("--sshlogin one,two --wd . ", "")  # the tiny model, here
     command = re.sub(r"\btests/\.venv/bin/python\b", lambda _: PYTHON, command)
     return re.sub(r"^(tests/(?:test|bench))\b.*", r"make \1", command)
 
@@ -128,6 +128,9 @@ def folder(tmp_path, tokenizer_json, monkeypatch):
         (tmp_path / "".join(name)).write_text("Once upon a time.\nWho are you?\n")
     (tmp_path / "mails.jsonl").write_text('{"id": 1, "text": "Who are you?"}\n' * 2)
     (tmp_path / "mails.csv").write_text('id,mail\n1,"Who, or ""what"",\nare you?"\n2,Hello\n')
+    (tmp_path / "questions.jsonl").write_text("".join(
+        json.dumps({"question": "What is 3 + 4?", "choices": ["7", "77 and so on", "no"], "gold": gold}) + "\n"
+        for gold in (0, 1, 2)))
     (tmp_path / "contract.txt").write_text("Once upon a time.\n")
     (tmp_path / "batch.jsonl").write_text("".join(
         json.dumps({"custom_id": name, "method": "POST", "url": "/v1/chat/completions", "body": {
@@ -225,6 +228,16 @@ def check_recipes(text, stdout):
             table = list(csv.DictReader(made))
             assert [row | {"choice": ""} for row in table] == [row | {"choice": ""} for row in csv.DictReader(given)]
             assert all(row["choice"] in text for row in table)
+    if "scored.jsonl" in text:
+        scored = rows("scored.jsonl")
+        by = [[nll / n for nll, n in zip(row["nll"], sizes)] for row in scored for sizes in ((1, 1, 1), (1, 12, 2))]
+        right = [nll.index(min(nll)) == i // 2 for i, nll in enumerate(by)]
+        assert [float(line) for line in lines] == pytest.approx([sum(right[::2]) / 3, sum(right[1::2]) / 3])
+    if "@replies" in text:
+        assert len(lines) == 2 and all(len(json.loads(line)) == 3 for line in lines)
+    if "$n |" in text:
+        assert [len(json.loads(line)) for line in lines] == [16, 16]
+        assert [sum(x * x for x in json.loads(line)) for line in lines] == pytest.approx([1, 1])
     if "tonumber" in text:
         assert len(lines) == 2 and all(1 < float(line) < 5 for line in lines)
     if "fields.jsonl" in text:
