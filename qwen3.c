@@ -3382,21 +3382,17 @@ static void conversation_drop(Conversation *talk, size_t first, size_t end) {
     talk->n -= end - first;
 }
 
-// Lets the other places score given answers of a text that is alone: they run in one pass. Returns
-// false if one fails.
-static bool add_helpers(Engine *e, const Text *t) {
+// Lets other places score given answers of a text that is alone: so they run in one pass.
+static void add_helpers(Engine *e, const Text *t) {
     Slot *asker = t->slot;
-    bool good = true;
     const Ids prompt = {t->ids.p, t->n_prompt, 0};
     while (asker->n_begun < asker->own.choices.n && e->n_texts < e->most_texts) {
         Text *other = add_text(e, &prompt, 0, true);
         other->slot->asker = asker;
-        const bool more = start_choice(e, other);
-        good &= other->ending != FAILED;
-        other->ending = GOES_ON;
-        if (!more) remove_text(e, other);
+        if (start_choice(e, other)) other->ending = GOES_ON;
+        else if (other->ending == FAILED) die("%s", damage_error(e));
+        else remove_text(e, other);
     }
-    return good;
 }
 
 // Runs the prompt alone, to its end or Ctrl-C, and returns its text.
@@ -3406,20 +3402,18 @@ static Text *run_request(App *app) {
     e->prompt_end = 0;
     start_texts(e);  // sets n_run to what is cached
     const size_t n = e->mode == PERPLEXITY ? app->prompt.n - 1 : t->target;  // that must run
-    bool failed = false;
     progress = (struct Progress){.tokens = n - t->n_run, .layers = e->model.config.n_layers,
                                  .start = now()};
     while (e->n_texts > 0 && run_pass(e)) {
         for (int i = e->n_running - 1; i >= 0; i--) {
             Text *running = e->order[i];
             if (running->ending != GOES_ON) end_text(e, running);
-            failed |= running->ending == FAILED;
+            if (running->ending == FAILED) die("%s", damage_error(e));
         }
-        if (t->slot->choice >= 0) failed |= !add_helpers(e, t);
+        if (t->slot->choice >= 0) add_helpers(e, t);
     }
     progress_end();
     for (; e->n_texts > 0; t->ending = INTERRUPTED) remove_text(e, e->order[0]);
-    if (failed) die("%s", damage_error(e));
     if (e->prompt_end == 0) e->prompt_end = now();
     return t;
 }
