@@ -1252,6 +1252,7 @@ typedef struct Pass {
     int logit_rows;    // the most rows that get logits
     int n_blocks;      // of the KV cache
     int block_len;     // positions of a block: it has their keys and values in all layers
+    int draft_rows;    // how many rows run in about the time of one
     float *cache;      // (n_blocks) see The KV cache, Part III
     Row *rows;         // (batch)
     float *cos;        // (batch, head_dim / 2)  as in State, for each row
@@ -1287,7 +1288,6 @@ typedef struct { int begin, end; } Slice;  // items begin .. end - 1
 static bool next_slice(Slice *s, int count, int chunk);
 #define SLICES(s, count, chunk) for (Slice s = {0}; next_slice(&s, count, chunk);)
 #define EACH(i, count, chunk) SLICES(s, count, chunk) for (int i = s.begin; i < s.end; i++)
-static int draft_rows(void);              // how many tokens run in about the time of one
 static void cache_copy(const Pass *p, int to, int from);  // a block: all keys and values
 #endif
 
@@ -2419,7 +2419,7 @@ static void schedule(Engine *e) {
 // that are used. So drafts change the time and nothing else: the text is the same, not just its
 // distribution as in speculative decoding (Leviathan et al., arXiv 2211.17192).
 //
-// All texts of a pass share draft_rows() rows. A text gets twice as many after a draft without a
+// All texts of a pass share draft_rows rows. A text gets twice as many after a draft without a
 // wrong id. With -b 1, or while a prompt runs, there are no drafts. A drafted token costs
 // DRAFT_COST, a right one earns twice as much, and every pass earns 1. While this credit is
 // negative there are no drafts. So drafts lose at most 2.5 % of the time, even with experts (there
@@ -2455,7 +2455,7 @@ static void draft_texts(Engine *e) {
     for (int i = 0; i < e->n_running; i++) {
         Text *t = e->order[i];
         const bool whole = t->slot->right > 0 && t->slot->right == t->slot->guesses;
-        const int rows = min_int((1 + whole) * draft_rows(), e->pass->logit_rows);
+        const int rows = min_int((1 + whole) * e->pass->draft_rows, e->pass->logit_rows);
         t->slot->guesses = t->slot->right = 0;
         if (decodes) draft_text(e, t, rows / e->n_running - 1);
     }
@@ -4839,8 +4839,7 @@ int main(int argc, char **argv) {
 //
 // A tile of a matrix product is TILE_VECS vectors of rows by up to TILE_TOKENS tokens. It takes
 // 2 * TILE_VECS * TILE_TOKENS + TILE_VECS + 2 registers, and one of attention 2 * ATT_QUERIES + 3:
-// no more than there are, and AVX2's dot4 needs five. (NEON's ATT_QUERIES could be 12: nobody has
-// measured it.) Plain C has vectors of 4, which every compiler makes for its CPU.
+// no more than there are (AVX2's dot4 needs five). Plain C has vectors of 4, which any CPU can do.
 
 #define VECTOR_TYPES                                                        \
     typedef float VecF __attribute__((vector_size(4 * LANES), may_alias));  \
@@ -5089,8 +5088,7 @@ static void cache_store(const Pass *p, size_t pair, const Row *row, const float 
         return;
     }
     for (int j = 0; j < c->head_dim; j += 16) {
-        const int at = index_in_block(c, row->pos, j, value) / (16 * LANES);
-        Packed *record = (Packed *)block + at;
+        Packed *record = (Packed *)block + index_in_block(c, row->pos, j, value) / (16 * LANES);
         int8_t int8[16];
         quantize((Q8){int8, &record->scale[row->pos % BLOCK]}, x + j, 16, 16);
         for (int i = 0; i < 16; i++)
@@ -5100,8 +5098,7 @@ static void cache_store(const Pass *p, size_t pair, const Row *row, const float 
 
 // Vector i + k of a block as floats, i and i + k in one record. Of keys, each lane is a position;
 // of values, all lanes are columns of position k. (Loops over k find the record once.)
-INLINE VecF cache_load(const float *block, size_t i, size_t k, const bool value,
-                       const bool packed) {
+INLINE VecF cache_load(const float *block, size_t i, int k, const bool value, const bool packed) {
     const Packed *record = (const Packed *)block + i / 16;
     if (!packed) return ((const VecF *)block)[i + k];
     const VecF scale = value ? splat_f(record->scale[k % BLOCK]) : (VecF)load_vector(record->scale);
@@ -5204,9 +5201,9 @@ static void *worker_main(void *arg) {
 static void start_threads(int count) {
     for (; n_threads < count; n_threads++) {
         pthread_t id;
-        int error = pthread_create(&id, NULL, worker_main, (void *)(intptr_t)n_threads);
-        if (error) die("thread %d of %d: too many threads, or no memory for one more (ulimit -d); "
-                       "-j sets their number", n_threads + 1, count);
+        if (pthread_create(&id, NULL, worker_main, (void *)(intptr_t)n_threads))
+            die("thread %d of %d: too many threads, or no memory for one more (ulimit -d); "
+                "-j sets their number", n_threads + 1, count);
     }
 }
 
@@ -5254,8 +5251,7 @@ typedef struct {
     float *share;          // (batch, n_experts)
     _Atomic int n_chosen;  // experts that some token chose (atomic, like place: see Threads)
     int *expert;           // (n_experts)      expert[0 .. n_chosen - 1] are these, ascending
-    _Atomic int *place;    // (n_experts + 1)  rows place[k] .. place[k + 1] - 1 of Worker.gate8 are
-                           //                  those of expert[k]
+    _Atomic int *place;    // (n_experts + 1)  expert[k]'s rows of gate8: place[k] .. place[k+1] - 1
     int *token;            // (batch * n_experts_used)       row i of gate8 is that of token[i]
     Quantized h8;          // (batch * n_experts_used, dim)  row i is Worker.h8 of token[i]
 } Routing;
@@ -5276,13 +5272,11 @@ typedef struct Worker {
     int n;             // rows that run
     float *scratch;    // (batch, head_dim or 2 * group_size, whichever is more)
     int8_t *unit;      // (UNIT, cols), and their scales: see unpack_unit
-    struct AttentionTask *task;
+    struct Task *task;
 } Worker;
 
 // The pair of this layer and a kv head: see The KV cache
-static size_t pair_of(const Worker *me, int kv_head) {
-    return (size_t)me->l * me->c->n_kv_heads + kv_head;
-}
+static int pair_of(const Worker *me, int head) { return me->l * me->c->n_kv_heads + head; }
 
 // A view of x that begins at token t's vector
 INLINE Quantized from_token(const Quantized *x, int t) {
@@ -5302,8 +5296,7 @@ enum { UNIT = 32 };                  // rows that are unpacked at once
 enum { STRIP = TILE_VECS * LANES };  // rows of a tile
 enum { FEW_VECS = PANEL / LANES };   // of a tile of 1 to 3 tokens: a panel's rows
 enum { MOST_VECS = TILE_VECS > (int)FEW_VECS ? TILE_VECS : FEW_VECS };
-_Static_assert(UNIT % STRIP == 0 && UNIT % PANEL == 0, "a unit is whole tiles");
-_Static_assert(PANEL % LANES == 0, "a vector's rows are those of one panel");
+_Static_assert(UNIT % STRIP == 0 && UNIT % PANEL == 0 && PANEL % LANES == 0, "whole tiles");
 _Static_assert(TILE_TOKENS > 3, "matmul_few has tiles of 1 to 3 tokens, which prefetch more");
 
 // Q8(x), x (n), into columns at .. at + n - 1 of token t's vector in out
@@ -5501,8 +5494,6 @@ static void matmul_all(const Worker *me, float *out, const Matrix *w, const Quan
     }
 }
 
-static int draft_rows(void) { return TILE_TOKENS; }  // a tile: weights are read once
-
 // ------------------------------------------------------------------------------------------------
 // Attention
 //
@@ -5519,7 +5510,7 @@ enum { ATT_TASK = 96 };
 enum { SCORE_STRIDE = SPAN + LANES };  // rows a multiple of 1 KB apart would share L1 sets
 _Static_assert(SPAN % 32 == 0 && ATT_TASK % ATT_QUERIES == 0 && (int)BLOCK == LANES, "whole tiles");
 
-typedef struct AttentionTask {
+typedef struct Task {
     const Config *c;
     float *score;            // (ATT_TASK, SCORE_STRIDE)  of the span, then the terms
     float *q;                // (head_dim, ATT_TASK)      transposed: a tile's are neighbours
@@ -5534,15 +5525,15 @@ typedef struct AttentionTask {
     float largest[ATT_TASK]; // the largest score so far
     float total[ATT_TASK];   // the sum of the terms
     float keep[ATT_TASK];    // the factor on what was summed before
-} AttentionTask;
+} Task;
 
 // The block of position pos: keys (head_dim vectors), then values. After the span, its last block.
-INLINE const float *block_of(const AttentionTask *task, int pos) {
+INLINE const float *block_of(const Task *task, int pos) {
     return task->block[(unsigned)(min_int(pos, task->end - 1) - task->start) / BLOCK];
 }
 
 // Makes floats of the span's blocks.
-static void unpack_blocks(AttentionTask *task) {
+static void unpack_blocks(Task *task) {
     const size_t keys = task->c->head_dim, vectors = keys + value_dim(task->c);
     VecF *out = (VecF *)task->unpacked;
     for (int pos = task->start; pos < task->end; pos += BLOCK, out += vectors) {
@@ -5560,8 +5551,7 @@ static void unpack_blocks(AttentionTask *task) {
 // score = q . k / sqrt(head_dim), for `queries` queries from r on and two blocks of positions from
 // pos on; what comes after the span's end is overwritten later. The CPU can't foresee where the
 // next two blocks are, so the first tile prefetches them for all.
-INLINE void score_tile(const AttentionTask *task, int r, int pos, const int queries,
-                       const bool packed) {
+INLINE void score_tile(const Task *task, int r, int pos, const int queries, const bool packed) {
     const int head_dim = task->c->head_dim, step = packed ? 16 : head_dim;
     const float scale = 1 / sqrtf((float)head_dim), *q = task->q + r;
     VecF *score = (VecF *)(task->score + r * SCORE_STRIDE + pos - task->start);
@@ -5586,8 +5576,7 @@ INLINE void score_tile(const AttentionTask *task, int r, int pos, const int quer
 
 // `span` is two vectors of query r's sums, from column vector j on. Adds its positions from pos on,
 // and then all to what earlier spans summed.
-INLINE void add_rest(const AttentionTask *task, int r, int j, int pos, VecF *span,
-                     const bool packed) {
+INLINE void add_rest(const Task *task, int r, int j, int pos, VecF *span, const bool packed) {
     const size_t first = task->c->head_dim + j * BLOCK;
     const float *term = task->score + r * SCORE_STRIDE;
     VecF *sum = (VecF *)(task->sum + r * value_dim(task->c)) + j;
@@ -5607,8 +5596,7 @@ INLINE void add_rest(const AttentionTask *task, int r, int j, int pos, VecF *spa
 // vectors of columns from vector j on. The tile stops where its first query does: this query's term
 // of a later position is 0, but 0 times infinity or NaN is NaN. Each query sums the rest of its
 // positions, fewer than the tile has queries, alone. The prefetch is of the block after the next.
-INLINE void value_tile(const AttentionTask *task, int r, int j, const int queries,
-                       const bool packed) {
+INLINE void value_tile(const Task *task, int r, int j, const int queries, const bool packed) {
     const size_t first = task->c->head_dim + j * BLOCK;
     const int common = max_int(min_int(task->end, task->len[r]), task->start);
     const float *term = task->score + r * SCORE_STRIDE;
@@ -5638,7 +5626,7 @@ INLINE void value_tile(const AttentionTask *task, int r, int j, const int querie
 // Each query's scores become the terms exp(score - largest). Positions after its own get -INFINITY,
 // so that their terms are 0 (causal), up to a multiple of 16: sum_of is slow with a rest. `largest`
 // is never -INFINITY, even if all scores are: -INFINITY - -INFINITY would be NaN.
-static void span_softmax(AttentionTask *task) {
+static void span_softmax(Task *task) {
     const int width = (task->end - task->start + 15) / 16 * 16;
     float *score = task->score;
     for (int r = 0; r < task->n; r++, score += SCORE_STRIDE) {
@@ -5652,7 +5640,7 @@ static void span_softmax(AttentionTask *task) {
 }
 
 // `queries` and `packed` are constants. A tile of scores that sees no position is left out.
-INLINE void attend_span(AttentionTask *task, const int queries, const bool packed) {
+INLINE void attend_span(Task *task, const int queries, const bool packed) {
     for (int pos = task->start; pos < task->end; pos += 2 * BLOCK) {
         for (int r = 0; r < task->n; r += queries) {
             if (pos < task->len[r + queries - 1]) score_tile(task, r, pos, queries, packed);
@@ -5668,7 +5656,7 @@ INLINE void attend_span(AttentionTask *task, const int queries, const bool packe
 static void take_queries(const Worker *me, int kv_head, int first, int count) {
     const Config *c = me->c;
     const int per_kv = c->n_heads / c->n_kv_heads;
-    AttentionTask *task = me->task;
+    Task *task = me->task;
     for (int r = 0; r < task->n; r++) {
         const int query = first + min_int(r, count - 1), t = query / per_kv;
         const int head = kv_head * per_kv + query % per_kv;
@@ -5687,7 +5675,7 @@ static void attend_task(const Worker *me, int kv_head, int first, int count) {
     const Config *c = me->c;
     const int *blocks = me->p->rows[first / (c->n_heads / c->n_kv_heads)].blocks;
     const bool few = 2 * count <= ATT_QUERIES, packed = c->cache_bits == 8 && count <= ATT_QUERIES;
-    AttentionTask *task = me->task;
+    Task *task = me->task;
     task->n = round_up(count, few ? 2 : ATT_QUERIES);
     take_queries(me, kv_head, first, count);
     for (task->end = 0; task->end < task->len[task->n - 1];) {
@@ -5873,9 +5861,8 @@ static void layer_all(Worker *me) {
         me->n = me->p->kept;
     }
     attend_all(me);
-    EACH (t, me->n, 4) {
+    EACH (t, me->n, 4)
         quantize_token(&me->a8, t, 0, me->a + (size_t)t * q_dim, q_dim, me->c->group_size);
-    }
     matmul_all(me, me->p->x, &w->wo, &me->a8, true);
     norm_all(me, w->rms_ffn);
     if (w->router) {
@@ -5886,17 +5873,11 @@ static void layer_all(Worker *me) {
     }
 }
 
-// This thread's batch, of the rows that run
-static Worker *own_worker(const Pass *p) {
-    Worker *me = &p->workers[thread];
-    me->n = p->n;
-    return me;
-}
-
 static void forward_job(void *pass) {
     Pass *p = pass;
-    Worker *me = own_worker(p);
+    Worker *me = &p->workers[thread];
     const size_t half = me->c->head_dim / 2;
+    me->n = p->n;
     EACH (t, me->n, 1) {
         embed(p->m, p->rows[t].token, p->x + (size_t)t * me->c->dim);
         rope_angles(me->c, p->rows[t].pos, p->cos + t * half, p->sin + t * half);
@@ -5915,9 +5896,11 @@ static bool forward_rows(Pass *p, int n) {
 }
 
 static void classify_job(void *pass) {
-    const Worker *me = own_worker(pass);
-    norm_all(me, me->p->m->weights.rms_final);
-    matmul_all(me, me->p->logits, &me->p->m->weights.classifier, &me->h8, false);
+    const Pass *p = pass;
+    Worker *me = &p->workers[thread];
+    me->n = p->n;
+    norm_all(me, p->m->weights.rms_final);
+    matmul_all(me, p->logits, &p->m->weights.classifier, &me->h8, false);
 }
 
 static float *classify(Pass *p, int n) {
@@ -5999,7 +5982,7 @@ static Pass *pass_init(const Model *m, int batch, int logit_rows, int texts) {
                          .token = activations(chosen, sizeof(int)),
                          .h8 = c->n_experts ? quantized_init(chosen, c->dim, group) : shared.h8};
     *p = (Pass){.m = m, .batch = batch, .logit_rows = logit_rows, .n_blocks = n_blocks,
-                .block_len = BLOCK,
+                .block_len = BLOCK, .draft_rows = TILE_TOKENS,
                 .cache = alloc(n_blocks, cache, no_cache(c, n_blocks * (double)cache)),
                 .rows = activations(n, sizeof(Row)), .cos = floats(n * half),
                 .sin = floats(n * half), .x = floats(n * c->dim),
@@ -6010,8 +5993,8 @@ static Pass *pass_init(const Model *m, int batch, int logit_rows, int texts) {
         *own = shared;
         own->scratch = floats(n * max_int(c->head_dim, 2 * group));
         own->unit = activations(UNIT, widest + widest / group * sizeof(float));
-        own->task = activations(1, sizeof(AttentionTask));
-        *own->task = (AttentionTask){.c = c, .score = floats(ATT_TASK * SCORE_STRIDE),
+        own->task = activations(1, sizeof(Task));
+        *own->task = (Task){.c = c, .score = floats(ATT_TASK * SCORE_STRIDE),
                                      .q = floats(ATT_TASK * c->head_dim),
                                      .sum = floats(ATT_TASK * value_dim(c)),
                                      .unpacked = floats(SPAN * (c->head_dim + value_dim(c)))};
@@ -6188,8 +6171,7 @@ static int cpu_count(void) {
         char path[96];
         int first = cpu;
         if (!CPU_ISSET(cpu, &ours)) continue;
-        snprintf(path, sizeof(path), "/sys/devices/system/cpu/cpu%d/topology/thread_siblings_list",
-                 cpu);
+        snprintf(path, 96, "/sys/devices/system/cpu/cpu%d/topology/thread_siblings_list", cpu);
         scan_file(path, "%d", &first, NULL);
         cores += first == cpu || !CPU_ISSET(first, &ours);
     }

@@ -382,7 +382,8 @@ static int *scattered(const Pass *p) {
 static int layer;  // to which all threads have come
 
 static Worker *worker_at_layer(const Pass *p) {
-    Worker *me = own_worker(p);
+    Worker *me = &p->workers[thread];
+    me->n = p->n;
     me->l = layer;
     me->w = &me->p->m->weights.layers[layer];
     return me;
@@ -928,7 +929,7 @@ static void test_penalties(void) {
 // Naively: the ids that followed the last NGRAM ids at the latest earlier place, repeated if they end
 static void test_draft(void) {
     for (int trial = 0; trial < 3000; trial++) {
-        int ids[80], n = NGRAM + below(60), most = below(2 * draft_rows()), from = n - 1;
+        int ids[80], n = NGRAM + below(60), most = below(2 * TILE_TOKENS), from = n - 1;
         int users[80] = {0}, blocks[80], limit = below(3);  // what limits the draft
         Pass pass = {.block_len = 1};
         Engine e = {.pass = &pass, .users = users, .n_unused = limit == 1 ? most : 80 - n};
@@ -1022,7 +1023,7 @@ static void test_drafts(void) {
                                      .text = alloc(vocab_size, sizeof(Bytes), "a test"),
                                      .kind = alloc(vocab_size, 1, "a test")};
     }
-    e[1].pass->logit_rows = min_int(16, 2 * draft_rows());
+    e[1].pass->logit_rows = min_int(16, 2 * TILE_TOKENS);
     Sampler sampler = random_sampler(0, 1, 0);
     sampler.in_answer = alloc(77, sizeof(bool), "a test");
     sampler.seen = alloc(77, sizeof(bool), "a test");
@@ -1068,11 +1069,11 @@ static void test_drafts(void) {
     for (int pass = 1; pass <= 5000; pass++) {
         schedule(&e[1]);
         draft_texts(&e[1]);
-        CHECK(a->slot->guesses == 0 || a->slot->guesses == draft_rows() - 1, "%d ids", a->slot->guesses);
+        CHECK(a->slot->guesses == 0 || a->slot->guesses == TILE_TOKENS - 1, "%d ids", a->slot->guesses);
         CHECK(!a->slot->guesses || (TILE_TOKENS > 1));
         drafts += a->slot->guesses > 0;
     }
-    const int passes_each = DRAFT_COST * (draft_rows() - 1);
+    const int passes_each = DRAFT_COST * (TILE_TOKENS - 1);
     if (TILE_TOKENS > 1) CHECK(drafts == 1 + 5000 / passes_each, "%d drafts", drafts);
 }
 
@@ -1093,7 +1094,7 @@ static void test_draft_that_overflows(void) {
             column[id / PANEL * 2 * PANEL + id % PANEL] = id == BAD ? 1 : 0;
         for (int row = 0; row < m->config.kv_dim; row++)  // which only V reads so
             wv[row / PANEL * 2 * PANEL + row % PANEL] = 3e38f;
-        e.pass->logit_rows = min_int(16, 2 * draft_rows());
+        e.pass->logit_rows = min_int(16, 2 * TILE_TOKENS);
         Writer writer = {0};
         e.tokenizer = (Tokenizer){.vocab_size = 77, .think = -1, .end_think = -1,
                                   .text = (Bytes[77]){{0}}, .kind = (uint8_t[77]){0}};
