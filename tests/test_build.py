@@ -54,7 +54,6 @@ def test_cflags_choose_the_cpu(sources):
         run = call("make", "-s", "-n", *arguments, cwd=sources, env=env)
         assert run.returncode == 0 and run.stderr == "", run.stderr
         return run.stdout
-
     assert "=native" in make() and " -O3 " in make()
     for given in make("CFLAGS=-O2 -march=x"), make(CFLAGS="-O2 -march=x"):
         assert "=native" not in given and " -O2 -march=x " in given and "-O3" not in given
@@ -81,8 +80,7 @@ def test_functions_under_the_thread_sanitizer(tmp_path):
                         "-Wno-pass-failed", "NATIVE=$(THIS_CPU)")
 
 
-SETS = {"-march=x86-64-v3": "AVX2", "-march=x86-64-v3 -mavxvnni": "AVX-VNNI",
-        "-march=icelake-server": "AVX-512 VNNI"}
+SETS = {"-march=x86-64-v3": "AVX2", "-march=x86-64-v3 -mavxvnni": "AVX-VNNI", "-march=icelake-server": "AVX-512 VNNI"}
 
 
 @pytest.mark.slow
@@ -130,7 +128,6 @@ def test_install(sources):
     def make(target):
         made = call("make", "-s", target, "CFLAGS=-O0", f"DESTDIR={sources}/to here", "PREFIX=/opt/q", cwd=sources)
         assert made.returncode == 0 and made.stderr == "", made.stderr
-
     make("install")
     program = sources / "to here/opt/q/bin/qwen3"
     run = call(program, "--version")
@@ -154,8 +151,7 @@ def test_bench(model, tmp_path):
     run = call(*start, *model, cwd=ROOT, env={"TMPDIR": str(tmp_path)})
     assert run.returncode == 0 and run.stderr == "", run.stderr
     assert not list(tmp_path.iterdir())                   # the temporary file is gone
-    rows = re.findall(r"^ +(\d+)  (\w.*?) {2,}([\d.]+) +([\d.]+) (tok/s|GB/s|GMAC/s|GFMA/s) +(\d+)",
-                      run.stdout, re.M)
+    rows = re.findall(r"^ +(\d+)  (\w.*?) {2,}([\d.]+) +([\d.]+) (tok/s|GB/s|GMAC/s|GFMA/s) +(\d+)", run.stdout, re.M)
     threads = sorted({int(row[0]) for row in rows})
     together = [row for row in rows if "together" in row[1]]
     expected = {"curve": 19, "texts": 4}.get(model[0], 13) * len(threads)
@@ -195,8 +191,7 @@ ARCHITECTURES = pytest.mark.parametrize("arch", ["native", "x86-64-v3"])
 
 def need_architecture(arch):
     flags = Path("/proc/cpuinfo")
-    if arch != "native" and not (platform.machine() == "x86_64" and flags.exists()
-                                 and " avx2 " in flags.read_text()):
+    if arch != "native" and not (platform.machine() == "x86_64" and flags.exists() and " avx2 " in flags.read_text()):
         pytest.skip("no x86-64 with AVX2")
 
 
@@ -210,14 +205,12 @@ def test_compile_time(arch, tmp_path):
     if first.returncode:
         pytest.skip("needs dda7460, the first edition: git fetch --unshallow in a shallow clone")
     (tmp_path / "first.c").write_text(first.stdout)
-
     def seconds(source):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         call(os.environ.get("CC", "cc"), "-O3", f"-march={arch}", "-std=gnu11", "-w", source,
              "-o", tmp_path / "out", "-lm", "-pthread", check=True)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
-
     ours, theirs = [], []
     for _ in range(6):
         ours.append(seconds(ROOT / "qwen3.c"))
@@ -249,11 +242,9 @@ def test_clang_decodes_as_fast_as_gcc(arch, bits, bench_of, tmp_path):
     if not all(map(shutil.which, ("gcc", "clang"))):
         pytest.skip("needs gcc and clang")
     rates = collections.defaultdict(list)               # (compiler, threads) -> of each run
-
     def ratios():
         return [max(rates["clang", threads]) / max(rates["gcc", threads])
                 for compiler, threads in rates if compiler == "gcc"]
-
     for _ in range(10):
         for compiler in ("clang", "gcc"):
             run = call(bench_of(compiler, arch), "decode", "0.6b", bits, 0, 4, check=True, env={"TMPDIR": str(tmp_path)})

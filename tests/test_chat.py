@@ -182,8 +182,7 @@ def test_thinking_that_repeats_itself_ends(chain):
     thinking = chain("Ċ", "<think>", "a", "b", "a", max_len=1000)
     result = qwen3(thinking, "-i", "x", "-t", 0, "-c", 0)
     length = circle_ends("<" + "ab" * 200) - 1
-    assert b"qwen3: answer: thinking ended by repeating itself (%s) after %d tokens\n" % (HELP, length) \
-        in result.stderr
+    assert b"qwen3: answer: thinking ended by repeating itself (%s) after %d tokens\n" % (HELP, length) in result.stderr
     thought, _, rest = result.stderr.partition(b"\n\nConsidering the limited time by the user, I have to give the solution "
                                                b"based on the thinking directly now.\n</think>")
     assert thought == b"<think>" + (b"ab" * 200)[:length] and rest
@@ -200,7 +199,6 @@ def test_half_of_the_turns_goes_and_again(chain):
         return [int(n) for n in re.findall(
             rf"full \({context} tokens\), forgotten turns: (\d+) of {len(lengths)}{more}\n",
             result.stderr.decode())], prompts(result)
-
     first, second = map(len, forgotten(1, 1)[1])
     turn = second - first
     fits = (175 - first) // turn + 1                    # turns that leave an eighth, the last too
@@ -241,8 +239,7 @@ def test_oldest_turns_go_when_the_context_is_full(chain, tokenizer):
 
 
 def test_script_with_a_line_that_can_never_fit(chain):
-    result = qwen3(chain("Ċ", "a", END), "-m", "chat", "-t", 0, "-q", "-c", 64,
-                   stdin=b"one\n" + b"7" * 90 + b"\n")
+    result = qwen3(chain("Ċ", "a", END), "-m", "chat", "-t", 0, "-q", "-c", 64, stdin=b"one\n" + b"7" * 90 + b"\n")
     assert result.returncode == 1 and result.stdout == b"a\n"
     assert re.fullmatch(rb"qwen3: .*at most 64 tokens \(-c, .*\n", result.stderr)
 
@@ -330,7 +327,6 @@ def test_thinking_is_dimmed(tiny):
         child = spawn(*args, **env)
         finish(child)
         return re.sub(rb"\r[^\r\n]*\x1b\[K", b"", child.before)     # the progress, on a slow machine
-
     run = (tiny, "-t", 0, "-r", 1, "-i", "What is 2 + 3?")
     thinking, answer = shown(*run).rsplit(b"\x1b[0m", 1)
     pieces = re.findall(rb"\x1b\[2m(.*?)\x1b\[0m", thinking + b"\x1b[0m", re.S)

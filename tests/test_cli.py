@@ -146,8 +146,7 @@ OTHERS = {  # other programs' options, and what is here
     ("M.bin N.bin", ["N.bin: unexpected", '"M.bin"']), ("M --json", ["-L FILE", "an answer that is begun: .github/RECIPES.md"]),
     ("M -qv", ["-qv: ", "each by itself"]), ("M --chat-template a", ["export.py has --chat-template FILE"]),
     ("M -ngl 99", ["-ngl: unknown option", "all runs on the CPU"]),
-    *[(f"M {other} 1", [other, f"expected {here}"])
-      for here in OTHERS for other in OTHERS[here].split()],
+    *[(f"M {other} 1", [other, f"expected {here}"]) for here in OTHERS for other in OTHERS[here].split()],
     *[(f"{word} qwen3", [f"{word}: ", "no commands", "qwen3 MODEL", "export.py"])
       for word in ("pull", "run", "chat", "list")], ("serve", ["serve: ", "no commands"]),
     ("M -t 0,7", ['"0,7"', "point"]), ("M -p 0,9", ['"0,9"', "point"]),
@@ -235,8 +234,7 @@ def test_bytes_that_are_not_utf_8(small, tmp_path, mode):
     run, file = (small, "-m", mode, "-n", 2, "-t", 0), tmp_path / "file"
     file.write_bytes(latin)
     for args, stdin, expected in (
-            *[(args, b"", f"{file}: line 2") for args in (
-                ("-f", file), ("-i", "é", "-f", file), ("-l", file))],
+            *[(args, b"", f"{file}: line 2") for args in (("-f", file), ("-i", "é", "-f", file), ("-l", file))],
             ((), latin, "stdin: line 2"), (("-i", b"\xe9 or", "-f", file), b"", "-i: line 1"),
             (("-y", b"\xff", "-i", "a b"), b"", "-y: line 1"),
             (("-l", "-"), good[:4] + good[:4] + latin[4:], "stdin: line 3"),
@@ -311,13 +309,11 @@ def test_data_beside_the_prompt_is_a_notice(small, tmp_path, mode):
     """Of a pipe that has data, and of a file at its start; not with -q, not where stdin is read; it never waits."""
     text = tmp_path / "text"
     text.write_bytes(b"some text\n")
-
     def notices(*options, stdin):
         result = subprocess.run([QWEN3, small, "-m", mode, "-n", "1", *options], stdin=stdin, timeout=300,
                                 capture_output=True, env=environment())
         assert result.returncode == 0, result
         return result.stderr.count(b"qwen3: stdin: has data that was not read; -f - would add all of it\n")
-
     for options in (("-i", "a b"), ("-f", text), ("-i", "a b", "-f", text)):
         for data in (b"unread", b""):
             theirs, ours = os.pipe()                    # which stays open
@@ -348,7 +344,6 @@ def test_default_context(random_model):
     Not of perplexities. Where memory lacks, contexts that fit are named."""
     model, short = random_model(max_len=1_000_000), random_model(max_len=5000)
     large = random_model(max_len=1_000_000, n_layers=20, n_kv_heads=4)
-
     def context(megabytes, options="", model=model, limit="-v"):
         child = spawn_shell(f"ulimit {limit} {megabytes * 1024};"
                             f"exec {QUOTED_QWEN3} {model} -j 1 {options}")
@@ -356,7 +351,6 @@ def test_default_context(random_model):
         tokens = int(child.match[1])
         leave(child)
         return tokens
-
     found = context(300)
     for megabytes, tokens in (300, found), (600, context(600)):
         quarter = megabytes * 2**20 / 4                 # 1,024 bytes a token, or 1,280 with what aligns them
@@ -608,8 +602,7 @@ def test_verbose_shows_what_holds(tiny, tokenizer, tmp_path):
     for path, args, expected in (
             (tiny, (), ["sampling: -t 0.7 -p 0.8 -k 20 -a 0 -e 1"]),        # Qwen's advice
             (tiny, ("-r", 1), ["sampling: -t 0.6 -p 0.95 -k 20 -a 0 -e 1"]),
-            (tiny, ("-t", 0, "-p", 0.25, "-k", 7, "-a", 1.5, "-e", 1.1),
-             ["sampling: -t 0 -p 0.25 -k 7 -a 1.5 -e 1.1"]),
+            (tiny, ("-t", 0, "-p", 0.25, "-k", 7, "-a", 1.5, "-e", 1.1), ["sampling: -t 0 -p 0.25 -k 7 -a 1.5 -e 1.1"]),
             *[(tiny, args, []) for args in (                                # nothing is drawn
                 ("-m", "tokenize"), ("-m", "embed"), ("-m", "perplexity"), ("-o", "a|b"))],
             (model, ("-r", 1), [sampling, "system prompt of the chat template: Be good."]),

@@ -15,14 +15,12 @@ from conftest import export_py as export, refused
 HEADERS = {
     "plain": ({}, (0, 0, 0, 0, 0, 0, 0, 0, 0)),
     "2507": ({"rope_theta": 5000000, "rms_norm_eps": 1e-5}, (5e6, 1e-5, 0, 0, 0, 0, 0, 0, 0)),
-    "new keys": ({"rope_theta": None, "rope_parameters": {"rope_type": "default",
-                                                          "rope_theta": 5e5}},
+    "new keys": ({"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
                  (5e5, 0, 0, 0, 0, 0, 0, 0, 0)),
     "no theta": ({"rope_theta": None}, (1e4, 0, 0, 0, 0, 0, 0, 0, 0)),
     "yarn": ({"rope_scaling": YARN}, (0, 0, 1, 4, 128, 0, 0, 0, 0)),
     "yarn, type": ({"rope_scaling": {"type": "yarn", "factor": 2}}, (0, 0, 1, 2, 512, 0, 0, 0, 0)),
-    "yarn, ratio": ({"rope_scaling": YARN | {"factor": None,
-                                             "original_max_position_embeddings": 64}},
+    "yarn, ratio": ({"rope_scaling": YARN | {"factor": None, "original_max_position_embeddings": 64}},
                     (0, 0, 1, 8, 64, 0, 0, 0, 0)),
     "yarn, length outside": ({"rope_scaling": YARN, "original_max_position_embeddings": 77},
                              (0, 0, 1, 4, 77, 0, 0, 0, 0)),
@@ -33,22 +31,17 @@ HEADERS = {
         "attention_factor": 0.1 * math.log(4) + 1, "beta_fast": 32, "beta_slow": 1.0,
         "truncate": True}}, (0, 0, 1, 4, 128, 0, 0, 0, 0)),
     "yarn, mscale": ({"rope_scaling": YARN | {"mscale": 0.707, "mscale_all_dim": 2.0}},
-                     (0, 0, 1, 4, 128, 0, 0, (0.0707 * math.log(4) + 1) / (0.2 * math.log(4) + 1),
-                      0)),
-    "yarn, mscale alone": ({"rope_scaling": YARN | {"mscale": 0.707}},
-                           (0, 0, 1, 4, 128, 0, 0, 0, 0)),
-    "yarn, factor below 1": ({"rope_scaling": YARN | {"factor": 0.5}},
-                             (0, 0, 1, 0.5, 128, 0, 0, 1, 0)),
-    "deepseek": ({"rope_scaling": YARN | {"attn_factor": 0.8782488562869419}},
-                 (0, 0, 1, 4, 128, 0, 0, 0, 0)),
+                     (0, 0, 1, 4, 128, 0, 0, (0.0707 * math.log(4) + 1) / (0.2 * math.log(4) + 1), 0)),
+    "yarn, mscale alone": ({"rope_scaling": YARN | {"mscale": 0.707}}, (0, 0, 1, 4, 128, 0, 0, 0, 0)),
+    "yarn, factor below 1": ({"rope_scaling": YARN | {"factor": 0.5}}, (0, 0, 1, 0.5, 128, 0, 0, 1, 0)),
+    "deepseek": ({"rope_scaling": YARN | {"attn_factor": 0.8782488562869419}}, (0, 0, 1, 4, 128, 0, 0, 0, 0)),
 }
 
 
 YARN_OPTION = {  # config.json -> what --yarn makes of it
     "qwen3": ({"max_position_embeddings": 40960}, 2, {"max_position_embeddings": 65536}, 32768),
     "base": ({"max_position_embeddings": 32768}, 4, {"max_position_embeddings": 131072}, 32768),
-    "2507": ({"max_position_embeddings": 262144, "rope_theta": 5e6}, 2.5,
-             {"max_position_embeddings": 655360}, 262144),
+    "2507": ({"max_position_embeddings": 262144, "rope_theta": 5e6}, 2.5, {"max_position_embeddings": 655360}, 262144),
     "new keys": ({"max_position_embeddings": 512, "rope_theta": None, "rope_parameters": {
         "rope_type": "default", "rope_theta": 7e4}}, 4,
         {"max_position_embeddings": 2048, "rope_theta": 7e4}, 512),
@@ -85,8 +78,7 @@ def test_header_extensions(checkpoint, tmp_path, which):
     folder = checkpoint(**changes).save(tmp_path)
     header, computed = export.read_header(export.read_folder(folder), None, None, None)
     theta, eps, kind, *values = fields
-    yarn = dict(zip(("factor", "original", "beta_fast", "beta_slow", "attention_factor", "unrounded"),
-                    values))
+    yarn = dict(zip(("factor", "original", "beta_fast", "beta_slow", "attention_factor", "unrounded"), values))
     factor, freq = 0, []
     if kind:
         freq, factor = reference.rope_frequencies({"head_dim": 64, "theta": theta or 1e6, "yarn": yarn})
@@ -143,8 +135,7 @@ BAD_CONFIG = [
                   "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings")
       for value in (0, export.NUMBERS[key][1] + 1)],
     *[({"rope_scaling": YARN | {"mscale": 1, "mscale_all_dim": 1, key: 1e13}}, f"{key}.*found 1000")
-      for key in ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
-                  "attention_factor")],
+      for key in ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor")],
     ({"rope_theta": 1e13}, "rope_theta, expected a number from 1e-06 to 1e.12, found 1000"),
 ]
 
@@ -208,13 +199,11 @@ def test_config_refused(checkpoint, refuses, tmp_path, kind, changes, patterns):
     ("tokenizer.json", None, ["tokenizer.json: missing"]),
     ("tokenizer.json", '{"model": ', ["tokenizer.json: broken"]),
     ("tokenizer_config.json", "\x00", ["tokenizer_config.json: broken"]),
-    ("tokenizer_config.json", '{"added_tokens_decoder": {"9": {"content": "<new>", "special": 1}}}',
-     ["<new>"]),
+    ("tokenizer_config.json", '{"added_tokens_decoder": {"9": {"content": "<new>", "special": 1}}}', ["<new>"]),
     ("tokenizer_config.json", '{"eos_token": "<none>"}', ["<none>"]),
     ("tokenizer_config.json", '{"chat_template": [1]}', ["tokenizer_config.json: broken"]),
     ("tokenizer_config.json", '{"chat_template": 5}', ["in: chat_template, expected a text, found 5"]),
-    ("tokenizer_config.json", '{"added_tokens_decoder": {"9": {"content": "<think>", "special": 1}'
-     '}}', ["<think>"]),
+    ("tokenizer_config.json", '{"added_tokens_decoder": {"9": {"content": "<think>", "special": 1}}}', ["<think>"]),
     ("generation_config.json", '{"temperature": -1}', ["temperature", "-1"]),
     ("generation_config.json", '{"temperature": "hot"}', ["temperature", "a number", "'hot'"]),
     ("generation_config.json", '{"repetition_penalty": 0}', ["repetition_penalty", "0"]),

@@ -31,7 +31,6 @@ def test_names_with_control_characters_stay_one_line(checkpoint, run, tmp_path):
 def test_our_own_bugs(checkpoint, run, tmp_path, monkeypatch, where):
     """They are not blamed on a file. The line says where they are."""
     folder = checkpoint().save(tmp_path / "in")
-
     def a_bug(*_):
         return {}["a bug"]
     monkeypatch.setattr(export, where, a_bug)
@@ -244,8 +243,7 @@ def test_progress_is_for_terminals_and_the_summary_for_logs(checkpoint, run, tmp
     assert not re.search("\r|B/s", "\n".join(err))
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 100, 0, 0))
-    child = subprocess.Popen([sys.executable, ROOT / "export.py", folder, "out.bin"], cwd=tmp_path,
-                             stderr=theirs)
+    child = subprocess.Popen([sys.executable, ROOT / "export.py", folder, "out.bin"], cwd=tmp_path, stderr=theirs)
     os.close(theirs)
     seen = b""
     try:
@@ -258,8 +256,7 @@ def test_progress_is_for_terminals_and_the_summary_for_logs(checkpoint, run, tmp
 
 @pytest.mark.parametrize("file, content, said", [
     ("jinja2.py", "raise ImportError(\"No module named 'jinja2'\")", "No module named 'jinja2'"),
-    ("jinja2-3.1.5.dist-info/METADATA", "Name: jinja2\nVersion: 3.1.5\n",
-     "jinja2 3.1.5 is older than 3.1.6")])
+    ("jinja2-3.1.5.dist-info/METADATA", "Name: jinja2\nVersion: 3.1.5\n", "jinja2 3.1.5 is older than 3.1.6")])
 def test_missing_packages_are_named_from_the_block_at_the_top(tmp_path, file, content, said):
     (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).write_text(content)

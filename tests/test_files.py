@@ -54,7 +54,6 @@ class Files:
 def files(tmp_path_factory, tokenizer):
     """files(name): that model's files, one copy for all rows."""
     made = {}
-
     def get(name="qwen3"):
         if name not in made:
             directory = tmp_path_factory.mktemp(name)
@@ -112,8 +111,7 @@ FIELDS = {"qwen3": [
     base_field("n_layers", 4096, 4097, elsewhere={1: SIZE, 3: SIZE, 4: SIZE, 4096: SIZE}),
     base_field("n_heads", -4, 4096, 4098, elsewhere={8: SIZE, 3: "n_kv_heads", 5: "n_kv_heads", 4096: SIZE}),
     base_field("n_kv_heads", -2, 8, 4097, elsewhere={1: SIZE, 4: SIZE}),
-    base_field("vocab_size", -502, elsewhere={
-        501: SIZE, 503: SIZE, 1004: SIZE, 2**30: SIZE}),
+    base_field("vocab_size", -502, elsewhere={501: SIZE, 503: SIZE, 1004: SIZE, 2**30: SIZE}),
     base_field("max_seq_len", -512, harmless=(2**30, 511, 513, 1024)),
     base_field("head_dim", -32, 2, 4096, 4098, elsewhere={64: SIZE, 2: "n_heads * head_dim", 4096: SIZE}),
     base_field("shared_classifier", elsewhere={0: SIZE}),
@@ -147,8 +145,7 @@ FIELDS = {"qwen3": [
     Field("bad n_experts_used", 0x60, values=(5, 4), harmless=(1, 3, 4)),
     Field("bad no_topk_norm", 0x64, values=(2,), harmless=(0,)),
     base_field("hidden_dim", 2**20, elsewhere={64: SIZE, 256: SIZE, 2**20: SIZE}),
-], "qwen2": [
-    Field("bad qkv_bias", 0x54, elsewhere={0: SIZE}), Field("bad no_qk_norm", 0x58, elsewhere={0: SIZE})]}
+], "qwen2": [Field("bad qkv_bias", 0x54, elsewhere={0: SIZE}), Field("bad no_qk_norm", 0x58, elsewhere={0: SIZE})]}
 
 
 @pytest.mark.parametrize("name, field", [(name, field) for name in FIELDS for field in FIELDS[name]],
@@ -324,12 +321,10 @@ def test_scales_of_16_bits(files, value):
 def test_scaled_rope(files):
     """The frequencies and the factor are taken as they stand: theta's and 1 are as without them."""
     plain, scaled = files(), files("scaled rope")
-
     def nll(model):
         result = scaled.run(model, None, "-m", "perplexity")
         assert result.returncode == 0, result
         return float(result.stdout.split()[3])
-
     for factor, frequencies, same in [(1, FREQUENCIES, True), (1.25, FREQUENCIES, False),
                                       (1, FREQUENCIES / 4, False), (1, FREQUENCIES * 0, False)]:
         found = nll(with_scaled_rope(plain.model_bytes, factor, frequencies))
@@ -430,8 +425,7 @@ def test_cut_and_longer_tokenizers(files):
         borders += [at, at + 4, at + 8, at + 8 + len(payload) // 2]
         at += 8 + len(payload)
     assert at == len(data)
-    for cut in {border + i for border in borders for i in (-1, 0, 1) if border + i >= 0} - {
-            *starts[1:], len(plain)}:
+    for cut in {border + i for border in borders for i in (-1, 0, 1) if border + i >= 0} - {*starts[1:], len(plain)}:
         files().check([""], None, data[:cut])
     files().check(None, None, plain)
     files().check(None, None, plain[:starts[480]])

@@ -62,8 +62,7 @@ def test_four_bits(checkpoint, run, tmp_path, group, config):
     assert data[:0x68] == eight[:0x68] and data[0x80:256] == eight[0x80:256]
     assert data[0x68:0x80] == struct.pack("<2I", 4, 6 if ck.qwen2 else 4) + LEVELS.astype(np.int8).tobytes()
     (tmp_path / "eight.bin").write_bytes(eight)
-    four, eight = (reference.Model.from_bin(tmp_path / name).w
-                   for name in ("in-q4.bin", "eight.bin"))
+    four, eight = (reference.Model.from_bin(tmp_path / name).w for name in ("in-q4.bin", "eight.bin"))
     for name in four.keys() - MATRICES:
         assert np.array_equal(*(w[name].rows(range(ck.config["vocab_size"])) if name in (
             "embed", "head") else w[name] for w in (four, eight)))
@@ -86,8 +85,7 @@ def test_four_bits_of_trained_weights(run, tmp_path):
     four = reference.Model.from_bin(tmp_path / "model-q4.bin", "weights").w
     exact = reference.Model.from_checkpoint(ROOT / "tests/tiny/model", "fp32").w
     pairs = [(a.dense, b.dense) for name in MATRICES for a, b in zip(exact[name], four[name])]
-    assert sum(((a - b) ** 2).sum() for a, b in pairs) < 0.0738 ** 2 * sum((a ** 2).sum()
-                                                                          for a, _ in pairs)
+    assert sum(((a - b) ** 2).sum() for a, b in pairs) < 0.0738 ** 2 * sum((a ** 2).sum() for a, _ in pairs)
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")  # of numpy: a division by 0, an overflow

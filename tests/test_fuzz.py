@@ -75,8 +75,7 @@ VALUES = [None, True, False, 0, 1, -1, 2, 31, 64, 2**31 - 1, 2**31, 2**32, 2**63
 def nodes(value, path=()):
     """The paths of all values inside a JSON value (of long lists and objects, some)."""
     yield path
-    items = list(value.items() if isinstance(value, dict) else
-                 enumerate(value) if isinstance(value, list) else ())
+    items = list(value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ())
     for key, child in items[:12] + items[-12:]:
         yield from nodes(child, (*path, key))
 

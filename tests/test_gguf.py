@@ -1,6 +1,5 @@
 """export.py on GGUF files, which tests write with the gguf package from the checkpoints of
 checkpoints.py; what the checkpoint itself gives is the measure."""
-
 import math
 import re
 import struct
@@ -239,7 +238,6 @@ def test_q8_0_goes_over_as_it_is(checkpoint, make, run, tmp_path):
     assert np.array_equal(found.row_scale.ravel(), stored[:, :2].copy().view("<f2")[:, 0])
     status, err = run("--check", path, "out.bin")
     assert status == 0 and "rms error at most 0 %" in err[-1]  # every tensor, that is
-
     status, err = run(path, "out64.bin", "--group-size", 64)
     assert status == 0 and len(err) == 2 and "Q8_0: quantized again, in groups of 64" in err[1], err
     assert_embedding(tmp_path / "out64.bin", gguf.dequantize(stored, Kind.Q8_0).reshape(-1, 64))
@@ -503,8 +501,7 @@ def shape(name, *new):
 
 BAD = [  # changes of the metadata, of the tensors, the message
     ({"general.architecture": "llama"}, None, "general.architecture .*'llama'"),
-    ({"general.architecture": "qwen2moe"}, None,
-            "qwen2 or qwen2vl or qwen3 or qwen3moe or qwen3vl, found 'qwen2moe'"),
+    ({"general.architecture": "qwen2moe"}, None, "qwen2 or qwen2vl or qwen3 or qwen3moe or qwen3vl, found 'qwen2moe'"),
     ({"general.architecture": "clip"}, None, "no model, expected the file of its model.* found clip$"),
     ({"general.type": "mmproj"}, None, "no model, expected the file of its model.* found mmproj$"),
     ({"general.type": "adapter"}, without("token_embd.weight"), "no model, .*llama-export-lora .*found adapter$"),
@@ -538,8 +535,7 @@ BAD = [  # changes of the metadata, of the tensors, the message
     ({}, without("blk.1.attn_q.weight"), "missing: layers.1.self_attn.q_proj.weight"),
     ({}, shape("blk.0.ffn_gate_exps.weight", 1, 2, 2), "left over: blk.0.ffn_gate_exp"),
     ({}, shape("blk.0.ffn_gate_exps.weight", 2, 2), "shape of blk.0.ffn_gate_exps.wei"),
-    ({}, shape("blk.0.ffn_gate_exps.weight", 4097, 1, 1),
-                     r"up to 4096 experts' matrices, found \[4097, 1, 1\]"),
+    ({}, shape("blk.0.ffn_gate_exps.weight", 4097, 1, 1), r"up to 4096 experts' matrices, found \[4097, 1, 1\]"),
     ({}, without("blk.0.attn_q_norm.weight"), "missing: layers.0.self_attn.q_norm"),
     ({}, shape("blk.0.attn_q.bias", 128), "left over: blk.0.attn_q.bias"),
     ({}, shape("blk.0.attn_q.weight", 64, 128),

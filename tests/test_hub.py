@@ -23,15 +23,13 @@ def test_download_from_a_hub(checkpoint, hub, tmp_path):
     ck.save(tmp_path / "hub/org/tiny", 2)
     status, err = hub.process(f"{hub.url}/org/tiny/tree/main?a=b")
     assert status == 0 and (tmp_path / "tiny.bin").read_bytes() == ck.expected(), err
-    assert hub.asked() >= {"model-00002-of-00002.safetensors", "chat_template.jinja",
-                           "1_Pooling/config.json"}
+    assert hub.asked() >= {"model-00002-of-00002.safetensors", "chat_template.jinja", "1_Pooling/config.json"}
     assert not hub.asked() & {"README.md", "pytorch_model.bin", "original/consolidated.safetensors"}
     assert f"the download stays in {hub.cache}/models--org--tiny;" in err[-1]
     assert "hf cache rm model/org/tiny" in err[-1]
     assert split_tokenizer((tmp_path / "tiny.bin.tokenizer").read_bytes())[1][b"from"] == (
         f"org/tiny at {Hub.newest}, 8 bits in groups of 64, export.py {export.VERSION}".encode())
-    refused(hub("org/absent", "out.bin"), "org/absent: neither here nor available", "HF_TOKEN",
-            "RepositoryNotFound")
+    refused(hub("org/absent", "out.bin"), "org/absent: neither here nor available", "HF_TOKEN", "RepositoryNotFound")
     (tmp_path / "sitecustomize.py").write_text("import time; time.sleep = lambda _: None")
     nowhere = {"HF_ENDPOINT": "http://127.0.0.1:9", "PYTHONPATH": str(tmp_path)}  # asked in vain
     for changes in {"HF_HUB_OFFLINE": "1"}, nowhere:
@@ -83,7 +81,6 @@ def test_ctrl_c_during_a_download(checkpoint, hub, tmp_path, monkeypatch):
     """It does not wait for the files under way."""
     checkpoint().save(tmp_path / "hub/org/tiny")
     answer, begun, end = Hub.answer, threading.Event(), threading.Event()
-
     def answer_late(self, *args):
         if self.command == "GET" and "model.safetensors" in self.path:
             begun.set()
@@ -129,7 +126,6 @@ def test_a_hub_s_commit_and_index(checkpoint, hub, tmp_path, monkeypatch):
     folder = ck.save(tmp_path / "hub/org/tiny", 2)
     (folder / "model-00003-of-00003.safetensors").write_text("of an earlier upload")
     answer, paths = Hub.answer, []
-
     def answer_newer(self, status, body, headers={"Content-Type": "application/json"}):
         paths.append(self.path)
         asked = re.search("[0-9a-f]{40}", self.path)

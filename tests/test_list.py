@@ -198,7 +198,6 @@ def test_errors_of_single_lines(tiny, tmp_path):
     assert found.keys() == {2, 5} and all("200" in what for what in found.values())
     assert all("too long, expected at most" in what for what in found.values())
     assert all("(split the text, or export.py --yarn)" in what for what in found.values())  # more than the model can take
-
     lines, error = run_list(tiny, b"a b\n\nx\nc d\n", "-m", "perplexity", status=1)
     *errors, count, _ = error.splitlines(keepends=True)
     assert [line == b"null" for line in lines] == [0, 1, 1, 0] and errors_of(b"".join(errors)).keys() == {2, 3}
@@ -371,11 +370,9 @@ def test_messages_are_rendered_as_the_template_does(tiny, think, how):
     for i in range(33):
         talk = [{"role": "system", "content": r.choice(CONTENTS)}] * (i % 2)
         for _ in range(r.randrange(4)):
-            talk += [{"role": "user", "content": r.choice(CONTENTS)},
-                     {"role": "assistant", "content": r.choice(SAID)}]
+            talk += [{"role": "user", "content": r.choice(CONTENTS)}, {"role": "assistant", "content": r.choice(SAID)}]
         talks.append([*talk, {"role": "user", "content": r.choice(CONTENTS)}])
-    texts = [compiled.render(messages=talk, add_generation_prompt=True, enable_thinking=bool(think))
-             for talk in talks]
+    texts = [compiled.render(messages=talk, add_generation_prompt=True, enable_thinking=bool(think)) for talk in talks]
     lines, _ = run_json(tiny, talks, *how, "-r", think, "-n", 200, "-q")
     expected, _ = run_json(tiny, texts, *how, "-m", "generate", "-n", 200, "-q")
     if think:                                   # which is dropped
@@ -798,7 +795,6 @@ def test_not_too_far_ahead(start, stopping, first, row, least, most):
     """Of a list without an end, no more is read than 1,024 lines, or 16 MB, beyond the first that is not done."""
     child = start(stopping, "-L", "-", *GREEDY, "-m", "generate", "-n", "-1", "-c", "0", "-q", "-j", "1")
     taken, before = [], -1                      # bytes, by each write
-
     def write():
         with contextlib.suppress(OSError, ValueError):
             child.stdin.write(first)

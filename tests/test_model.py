@@ -6,8 +6,7 @@ more; the likelihood of a foreign text hardly moves.
 """
 import numpy as np
 import pytest
-from conftest import (ADDED, STATS, expand_four_bits, export, make_checkpoint, output, perplexity,
-                      qwen3, tokenize)
+from conftest import (ADDED, STATS, expand_four_bits, export, make_checkpoint, output, perplexity, qwen3, tokenize)
 from reference import Model, read_tokenizer
 
 SLOW = {"mha", "head-dim-48", "head-dim-128", "one-head", "gqa-8", "no-prefix-f32", "padded-vocabulary",
@@ -86,7 +85,6 @@ class Case:
 @pytest.fixture(scope="module")
 def case(tmp_path_factory, tokenizer):
     made = {}
-
     def get(name):
         if name not in made:
             made[name] = Case(tmp_path_factory.mktemp(name), tokenizer, SHAPES[name])

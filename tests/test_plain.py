@@ -56,8 +56,7 @@ def test_same_bytes_of_answers_that_repeat_themselves(chain, tokens):
     """Alone, with a batch of one, in lists; thinking; and where -n lets it go on."""
     runs = [(["-t", "0", "-c", "0", *args, *options], stdin)
             for options in ([], ["-n", "-1"], ["-b", "1"], ["-r", "300"], ["-o", "a|b"])
-            for args, stdin in ((["-i", "x"], b""), (["-l", "-"], b"x\nx y\n"),
-                                (["-L", "-"], b'{"a":1,"text":"x"}\n'))]
+            for args, stdin in ((["-i", "x"], b""), (["-l", "-"], b"x\nx y\n"), (["-L", "-"], b'{"a":1,"text":"x"}\n'))]
     assert compare(ROOT / "qwen3-plain", QWEN3, chain("Ċ", *tokens, max_len=700), runs) == {0}
 
 
@@ -128,7 +127,6 @@ def test_same_bytes_without_fma(model, tmp_path):
 def hurting_list(rng, lines):
     """Texts that begin like others, with their given answers, and with parts of these; and what -o gives."""
     words = "the old lighthouse keeper sang of rain and what is common to all beginnings".split()
-
     def text(n):
         return " ".join(rng.choice(words) for _ in range(n))
     answers = [text(1), text(rng.randrange(30, 50)), "z", text(rng.randrange(10, 30))]

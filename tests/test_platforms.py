@@ -122,8 +122,7 @@ def test_sanitizers(tmp_path, files):
 @pytest.mark.parametrize("cpu", ["x86-64", "x86-64-v3"])
 def test_x86_64(cpu, tmp_path):
     flags = Path("/proc/cpuinfo")
-    native = cpu == "x86-64" or flags.exists() and re.search(r"^flags.* avx2 ", flags.read_text(),
-                                                             re.M)
+    native = cpu == "x86-64" or flags.exists() and re.search(r"^flags.* avx2 ", flags.read_text(), re.M)
     if os.uname().machine != "x86_64":
         pytest.skip("no x86-64")
     if not native:
@@ -134,8 +133,7 @@ def test_x86_64(cpu, tmp_path):
 
 
 @pytest.mark.parametrize("compiler", ["aarch64-linux-gnu-gcc", "clang --target=aarch64-linux-gnu"])
-@pytest.mark.parametrize("cpu, simd", [("armv8-a", "plain C"),
-                                       ("armv8.2-a+dotprod", "NEON dotprod")])
+@pytest.mark.parametrize("cpu, simd", [("armv8-a", "plain C"), ("armv8.2-a+dotprod", "NEON dotprod")])
 def test_aarch64(compiler, cpu, simd, tmp_path):
     need(compiler.split()[0], "aarch64-linux-gnu-gcc", "qemu-aarch64")
     build(tmp_path, f"CC={compiler}", f"NATIVE=-march={cpu}", "LDFLAGS=-static", *PROGRAMS)
@@ -164,11 +162,8 @@ def windows(tmp_path_factory):
     programs = under(directory, *settings, wine)
     server = [*settings, Path(wine).with_name("wineserver")]
     nowhere = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-
     def start():
-        subprocess.run([programs / "qwen3", "--version"], stdin=subprocess.DEVNULL, timeout=300,
-                       check=True, **nowhere)
-
+        subprocess.run([programs / "qwen3", "--version"], stdin=subprocess.DEVNULL, timeout=300, check=True, **nowhere)
     # While one program lives, so do wine's services: the next start takes 30 ms instead of 2 s, and
     # can't meet their end, at which wine hangs now and then. Started here, they hold none of the
     # pipes through which a test reads: subprocess would wait for these.
@@ -187,8 +182,7 @@ def test_windows(windows, tmp_path):
     check_list(windows, tmp_path)
 
 
-@pytest.mark.parametrize("text", ["Größe, 灯塔 🙂", 'a "quoted" b', "back\\slash\\", "2*3? *.md", "",
-                                  'a\\"b\\\\"'])
+@pytest.mark.parametrize("text", ["Größe, 灯塔 🙂", 'a "quoted" b', "back\\slash\\", "2*3? *.md", "", 'a\\"b\\\\"'])
 @WINDOWS
 def test_windows_arguments(windows, text):
     model = TINY / "tiny.bin"
@@ -300,8 +294,7 @@ def test_windows_ctrl_c(windows, tmp_path):
     """Ctrl-C ends a one-shot answer; what was written stays."""
     path = tmp_path / "endless.bin"
     write_model(path)
-    with subprocess.Popen([windows / "qwen3", path, "-c", "0", "-m", "generate", "-t", "0",
-                           "-n", "-1", "-i", "a"],
+    with subprocess.Popen([windows / "qwen3", path, "-c", "0", "-m", "generate", "-t", "0", "-n", "-1", "-i", "a"],
                           stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                           env=environment()) as process:
         assert process.stdout.read(20) == b"!" * 20
@@ -317,10 +310,8 @@ def test_windows_console(windows):
     pid, fd = pty.fork()
     if pid == 0:
         tty.setraw(0)               # as wine's console does a little later
-        os.execve(windows / "qwen3", ["qwen3", str(TINY / "tiny.bin"), "-t", "0", "-v"],
-                  environment())
+        os.execve(windows / "qwen3", ["qwen3", str(TINY / "tiny.bin"), "-t", "0", "-v"], environment())
     shown = b""
-
     def wait_for(text):
         nonlocal shown
         end = time.monotonic() + 300
@@ -329,21 +320,17 @@ def test_windows_console(windows):
             shown += os.read(fd, 65536)
         found, shown = plain(shown), b""
         return found
-
     def plain(out):
         """Without the console's cursor movements and line breaks (80 columns)."""
         out = out.replace(b"\x1b[1C", b" ").replace(b"\x1b[79C", b"").replace(b"\r", b"")
         return re.sub(rb"\x1b\[[?0-9;]*[A-Za-z]|\n", b"", out).decode("utf-8", "replace")
-
     def ids(text):
         return " ".join(map(str, tokenize(TINY / "tiny.bin", text.encode()))) + " "
-
     def say(keys, message):
         os.write(fd, keys.encode())
         said = wait_for("seed ")
         assert ids(message) in said.replace("  ", " "), (ids(message), said)
         return said
-
     wait_for("> ")
     say("灯塔 ÄÖ?\r", "灯塔 ÄÖ?")
     text = "What is the capital of Colombia?"

@@ -23,8 +23,7 @@ def run(model, *args, tokens=TOKENS, batch=4, context=0, times=1000, to=""):
     so many times at the most; if this process was too slow to see the progress, once more."""
     prompt, out = model.with_name("prompt.txt"), model.with_name("out")
     prompt.write_bytes(b"7" * tokens)                     # a token each
-    command = shlex.join(map(str, [QWEN3, model, "-f", prompt, "-c", context, "-j", 1, "-b", batch,
-                                   "-n", 3, *args]))
+    command = shlex.join(map(str, [QWEN3, model, "-f", prompt, "-c", context, "-j", 1, "-b", batch, "-n", 3, *args]))
     for _ in range(5):
         child = spawn_shell(f"exec {command} > {out} {to}")
         shown = show_progress(child, times=times)

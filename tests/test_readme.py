@@ -353,8 +353,7 @@ def test_make_run():
     """Its output as the README shows it, but for the speed and the seed."""
     shown = re.search(r"^\$ make run\n.*\n(.*)\n", READMES[0].read_text(), re.M)[1]
     result = call("make", "-s", "--no-print-directory", "run", cwd=ROOT)
-    assert result.returncode == 0 and result.stdout.splitlines()[-1] == shown == \
-        "The capital of France is Paris."
+    assert result.returncode == 0 and result.stdout.splitlines()[-1] == shown == "The capital of France is Paris."
 
 
 def test_conversation():
@@ -422,7 +421,6 @@ def test_picture_of_the_heads():
     """Its texts say what the model does now: the tokens, the heads that find the name, the answer without these."""
     def texts(svg):
         return [(text.get("class"), text.text) for text in svg.iter("{http://www.w3.org/2000/svg}text")]
-
     drawn = ElementTree.fromstring(heads.draw(*heads.shares()))
     assert texts(ElementTree.parse(heads.PICTURE)) == texts(drawn), "changed: python tests/heads.py, and look at it"
     assert len([style for style, _ in texts(drawn) if "found" in style]) == 8

@@ -337,7 +337,6 @@ def test_a_full_disk(tiny, tmp_path):
     path, out = write_list(tmp_path / "list", [b"Tell me a story", b"Hello"] * 200), tmp_path / "out"
     run = (tiny, "-l", path, "-s", 3, "-n", 9, "-q")
     whole = output(*run)
-
     def limited():                                      # whose signal the program ignores by itself
         resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
     for name, args in (("stdout", ()), (out, ("-w", out))):

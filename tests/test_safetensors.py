@@ -138,7 +138,6 @@ def test_a_file_that_became_shorter(checkpoint, run, tmp_path, monkeypatch):
     with pytest.raises(export.Refused, match="truncated in x, expected 400 bytes, found 200"):
         export.Tensor("x", tmp_path / "model.safetensors", 100, "F32", (100,)).read_bytes()
     folder = checkpoint().save(tmp_path / "in")
-
     def fail(*_):
         raise OSError(errno.EIO, "Input/output error")
     monkeypatch.setattr(os, "pread", fail)

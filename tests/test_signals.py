@@ -210,20 +210,17 @@ def test_one_answer_at_a_terminal(endless, stopped, number):
     child.sendintr() if number == signal.SIGINT else child.kill(number)
     wait_until(lambda: not child.isalive())
     child.close()
-    assert (child.exitstatus, child.signalstatus) == (
-        (130, None) if number == signal.SIGINT else (None, number))
+    assert (child.exitstatus, child.signalstatus) == ((130, None) if number == signal.SIGINT else (None, number))
 
 
 @pytest.mark.parametrize("typed", ["", "half a li", "a line\\\n", "x\\\nhalf", "a\nb"])
 def test_interrupt_at_the_prompt(endless, talk, typed):
     """It clears what was typed and says how to leave; the second one in a row leaves, within two seconds."""
     child, say = talk("-t", 0, "-n", 3, "-v", model=endless)
-
     def interrupt():
         child.sendintr()
         child.expect_exact("Ctrl-C again leaves")
         child.expect_exact("> ")
-
     child.send(typed)
     settle(child)
     interrupt()
@@ -309,8 +306,7 @@ def test_output_that_does_not_block(start, endless):
     assert child.wait(300) == 0, child.stderr.read()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGSTOP, signal.SIGKILL, signal.SIGQUIT,
-                                    signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGSTOP, signal.SIGKILL, signal.SIGQUIT, signal.SIGHUP])
 def test_while_the_terminal_is_dim(thinking, number):
     """Each piece ends its own dimming: no signal leaves the terminal dim, unless it was full."""
     for _ in range(100):
@@ -379,10 +375,8 @@ def test_message_stopped_before_its_answer(slow, talk):
     """It is taken back, no turn is forgotten for it, and the batches that ran are kept: it may be sent again."""
     model, prompt = slow
     child, say = talk("-c", LONG + 100, "-b", 1, "-j", 1, "-n", 1, "-m", "chat", model=model)
-
     def tokens(text):
         return int(re.search(rb"prompt (\d+) tokens", text)[1])
-
     turns, before = [tokens(say("x")) for _ in range(20)], 0
     for _ in range(2):
         child.sendline(f"/file {prompt}")
@@ -417,10 +411,8 @@ def test_export(checkpoint, tmp_path, number, status, waits):
         command = [sys.executable, ROOT / "export.py", checkpoint, tmp_path / "m.bin"]
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE,
                                 env=environment(), start_new_session=True)
-
     def written():
         return sum(path.stat().st_size for path in tmp_path.glob("m.bin.*part"))
-
     for _ in range(9):
         child = begin()
         while child.poll() is None and not written():

@@ -70,15 +70,13 @@ CHATS = {
         "[m.role] }}{{ m.content.split('</think>')[-1] if m.role == 'assistant' else m.content }}"
         "{{ '[/A]' if m.role == 'assistant' }}{% endfor %}"
         "{% if add_generation_prompt %}[A]<think>{{ '</think>' if not enable_thinking }}{% endif %}",
-        ["<|begin|>", "", "", "", "[U]", "", "[A]", "[/A]", "[A]<think></think>", "[A]<think>",
-         "</think>", ""]),
+        ["<|begin|>", "", "", "", "[U]", "", "[A]", "[/A]", "[A]<think></think>", "[A]<think>", "</think>", ""]),
     "the user's turn opens the answer": (
         "{% for m in messages %}{{ '[U]' + m.content + '[A]' if m.role == 'user' else m.content }}"
         "{{ '[/A]' if m.role == 'assistant' }}{% endfor %}",
         ["", "", "", "", "[U]", "[A]", "", "[/A]", "", "", "", ""]),
     "default system prompt": (
-        "{% if messages[0].role != 'system' %}<|im_start|>system\nBe good.<|im_end|>\n{% endif %}"
-        + CHATML,
+        "{% if messages[0].role != 'system' %}<|im_start|>system\nBe good.<|im_end|>\n{% endif %}" + CHATML,
         change(ORDINARY, no_system="<|im_start|>system\nBe good.<|im_end|>\n")),
     "the trained part is marked": (
         CHATML.replace("{{- '<|im_start|>'", "\n\n{%- generation -%}\n  {{ '<|im_start|>'").replace(
@@ -93,8 +91,7 @@ CHATS = {
     "no system prompt": ("{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}"
                          "{% endif %}" + CHATML, "no system role"),
     "trims": (CHATML.replace("m.content", "m.content | trim"), "differs for"),
-    "counts": (CHATML.replace("add_generation_prompt", "add_generation_prompt and messages|length < 5"),
-               "differs for"),
+    "counts": (CHATML.replace("add_generation_prompt", "add_generation_prompt and messages|length < 5"), "differs for"),
     "dates": ("{{ strftime_now('%Y') }}" + CHATML, "the date"),
     "syntax": ("{% for %}", "TemplateSyntaxError"),
     "escape": ("{{ messages.__class__.__mro__ }}" + CHATML, "SecurityError"),

@@ -69,8 +69,7 @@ def test_repetition_penalty(tmp_path):
         differ += entry["greedy"] != plain["greedy"]
         model = Model.from_bin(path)
         assert model.greedy(entry["ids"], len(entry["greedy"]), 2.0)[0] == entry["greedy"]
-        out = output(path, "-m", "generate", "-f", "-", "-t", 0, "-n", 24, "-q",
-                     stdin=rendered(path, entry["ids"]))
+        out = output(path, "-m", "generate", "-f", "-", "-t", 0, "-n", 24, "-q", stdin=rendered(path, entry["ids"]))
         text = rendered(path, entry["greedy"])
         assert out == re.sub(rb"<\|(im_end|endoftext)\|>$", b"", text)
     assert differ >= 4
@@ -105,8 +104,7 @@ def test_yarn_beyond_the_original_length(tmp_path):
 def test_ids(tiny):
     for entry in RECORDED["tokenizer"]:
         assert tokenize(tiny, entry["text"].encode()) == entry["ids"], entry["text"]
-    found = records("tokens", tiny, texts=[
-        ("plain", entry["text"].encode()) for entry in RECORDED["tokenizer"]])
+    found = records("tokens", tiny, texts=[("plain", entry["text"].encode()) for entry in RECORDED["tokenizer"]])
     assert found == [entry.get("plain", entry["ids"]) for entry in RECORDED["tokenizer"]]
 
 

@@ -27,14 +27,12 @@ SPACES = ["\t", "\n", "\v", "\f", "\r", " ", "\x85", "\xa0", "\u1680", "\u2000",
           "\x1c", "\x1f", "\u180e", "\u200b", "\u2060", "\ufeff"]          # these are not \s
 MARKS = ["\u0300", "\u0301", "\u0308", "\u030a", "\u0323", "\u0327", "\u0328", "\u0338", "\u0345",
          "\u05b4", "\u064b", "\u0653", "\u093c", "\u0e38", "\u3099", "\u302a", "\U0001d165"]
-NUMBERS = list("0123456789") + ["\u00bd", "\u00b2", "\u2167", "\u2460", "\u0663", "\u3007",
-                                "\U0001d7d8", "\u0967"]
+NUMBERS = list("0123456789") + ["\u00bd", "\u00b2", "\u2167", "\u2460", "\u0663", "\u3007", "\U0001d7d8", "\u0967"]
 EMOJI = ["\U0001f642", "\U0001f469\u200d\U0001f680", "\u2764\ufe0f", "\U0001f1eb\U0001f1f7",
          "\U0001f44d\U0001f3fd", "#\ufe0f\u20e3"]
 ODD = ["\0", "\x01", "\x7f", "\x80", "\ue000", "\ufffd", "\uffff", "\U0010ffff", "\u0378", "\u0340",
        "\u0344", "\u212b", "\u2126", "\ufb1d", "\ufb2c", "\uf900", "\U0002f800", "\u0958", "\u2adc"]
-JAMO = ["\u1100", "\u1112", "\u1161", "\u1175", "\u11a7", "\u11a8", "\u11c2", "\uac00", "\uac01",
-        "\ud7a3", "\uae00"]
+JAMO = ["\u1100", "\u1112", "\u1161", "\u1175", "\u11a7", "\u11a8", "\u11c2", "\uac00", "\uac01", "\ud7a3", "\uae00"]
 PLANES = [(0x80, 0x250), (0x370, 0x590), (0x590, 0x900), (0x900, 0x1200), (0x1200, 0x2000),
           (0x1e00, 0x2100), (0x2100, 0x2c00), (0x2c00, 0xd800), (0xf900, 0x10000),
           (0x10000, 0x20000), (0x20000, 0x110000)]
@@ -63,13 +61,11 @@ def anything(r):
 
 FRAGMENTS = {
     "words": words,
-    "contractions": lambda r: letters(r) + r.choice(CONTRACTIONS) + r.choice(
-        ["", letters(r), "t", "s", "\u017ft"]),
+    "contractions": lambda r: letters(r) + r.choice(CONTRACTIONS) + r.choice(["", letters(r), "t", "s", "\u017ft"]),
     "spaces": lambda r: "".join(r.choice(SPACES) for _ in range(r.randint(1, 4))),
     "newlines": lambda r: r.choice(["\n", "\r\n", "\n\n", " \n", "\n ", "\t\n\t", "...\n\n", "\r"]),
     "numbers": lambda r: "".join(r.choice(NUMBERS) for _ in range(r.randint(1, 5))),
-    "punctuation": lambda r: "".join(r.choice("!?.,;:-_()[]{}<>|/'\"#$%&*+=@^`~ \\")
-                                     for _ in range(r.randint(1, 5))),
+    "punctuation": lambda r: "".join(r.choice("!?.,;:-_()[]{}<>|/'\"#$%&*+=@^`~ \\") for _ in range(r.randint(1, 5))),
     "marks": combining,
     "hangul": lambda r: "".join(r.choice(JAMO) for _ in range(r.randint(1, 4))),
     "emoji": lambda r: r.choice(EMOJI),
@@ -79,8 +75,7 @@ FRAGMENTS = {
         "<|im_end", "<|im_start|", "|>", "<think", "<|<|im_end|>|>", "< think>", "<THINK>"]),
 }
 KINDS = {kind: [kind] for kind in FRAGMENTS} | {
-    kind + "+": [kind, "words", "spaces", "punctuation"] for kind in FRAGMENTS} | {
-    "mixed": list(FRAGMENTS)}
+    kind + "+": [kind, "words", "spaces", "punctuation"] for kind in FRAGMENTS} | {"mixed": list(FRAGMENTS)}
 
 
 def make_text(r, kind, fragments):
@@ -90,8 +85,7 @@ def make_text(r, kind, fragments):
 def assert_same(found, tokenizer, text):
     expected = tokenizer.encode(text).ids
     if found != expected:
-        at = next((i for i, (a, b) in enumerate(zip(found, expected)) if a != b),
-                  min(len(found), len(expected)))
+        at = next((i for i, (a, b) in enumerate(zip(found, expected)) if a != b), min(len(found), len(expected)))
         where = tokenizer.encode(text).offsets[min(at, len(expected) - 1)][0] if expected else 0
         pytest.fail(f"ids differ from number {at} on, near {ascii(text[max(where - 20, 0):][:60])}"
                     f": found {found[at:at + 8]}, expected {expected[at:at + 8]}")
@@ -146,7 +140,6 @@ def test_added_tokens_of_a_fine_tune(tmp_path, tokenizer, normalizer):
                            "ven", " other", "ever"] + MARKS
     texts = ["".join(r.choice(parts) for _ in range(r.randint(1, 6))) for _ in range(2000)]
     words = [token["id"] for token in json.loads(theirs.to_str())["added_tokens"] if token["content"] in ADDED_LATER[2:]]
-
     def change(sections):
         pairs = struct.iter_unpack("<II", sections[b"adde"])
         sections[b"adde"] = b"".join(struct.pack("<II", i, flags & 3 | 4 * (i in words)) for i, flags in pairs)

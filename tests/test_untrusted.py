@@ -106,8 +106,7 @@ def test_what_is_no_regular_file(checkpoint, run, tmp_path, name, kind):
     elif kind == "directory":
         file.mkdir()
     else:
-        file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:"
-                        + "0" * 64 + "\nsize 1234567\n")
+        file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 1234567\n")
         refused(run("in"), f"{name}: not downloaded.*git lfs pull.*a Git LFS pointer")
         (tmp_path / "m.gguf").write_bytes(file.read_bytes())
         refused(run("m.gguf"), "m.gguf: not downloaded.*git lfs pull")
@@ -141,8 +140,7 @@ def test_many_tensors(checkpoint, run, tmp_path, monkeypatch):
     (struct.pack("<Q1sI", 1, b"x", 400_000) + b"\xff" * 8 * 400_000 + struct.pack("<IQ", 0, 0),
      "shape of x, expected up to 4 dimensions.*found 400000"),
     # Names of many parts that are long would take all memory
-    (struct.pack("<Q65s2I3Q", 65, b"x" * 65, 1, 0, 32, 0, 0),
-     "64 letters of its name, found 1, 65")],
+    (struct.pack("<Q65s2I3Q", 65, b"x" * 65, 1, 0, 32, 0, 0), "64 letters of its name, found 1, 65")],
     ids=["shape", "name"])
 def test_gguf_s_tensor(run, tmp_path, data, said):
     (tmp_path / "m.gguf").write_bytes(struct.pack("<4sI2Q", b"GGUF", 3, 1, 0) + data)
@@ -218,13 +216,11 @@ KEYS = {  # qwen3.c's name of a number -> the keys of the JSON files
 def test_limits_are_those_of_qwen3():
     """qwen3.c names each number that it takes from the header or the tokenizer file."""
     text = (ROOT / "qwen3.c").read_text()
-    number = {"INT_MAX": 2 ** 31 - 1, "FLT_MIN": 2.0 ** -126, "1 << 20": 1 << 20,
-              "1 << 30": 1 << 30}
+    number = {"INT_MAX": 2 ** 31 - 1, "FLT_MIN": 2.0 ** -126, "1 << 20": 1 << 20, "1 << 30": 1 << 30}
     limits = {}
     for name, *bounds in re.findall(r"TAKE\([^,]+, (\w+), ([^,]+), ([^,]+)\);", text):
         if name not in FIXED:
-            found = tuple(number[bound] if bound in number else float(bound.rstrip("f"))
-                          for bound in bounds)
+            found = tuple(number[bound] if bound in number else float(bound.rstrip("f")) for bound in bounds)
             limits |= dict.fromkeys(KEYS.get(name, [name]), found)
     limits["vocab_size"] = (1, 1 << 20)  # qwen3 takes more, but export.py builds a table of it
     ours = {key: (low, high) for key, (low, high, *_) in export.NUMBERS.items()}
@@ -240,8 +236,7 @@ def test_limits_are_those_of_qwen3():
     ("--version", f"export.py {export.VERSION}\n")])
 def test_help_without_packages(option, shown):
     """-S: without site-packages."""
-    done = subprocess.run([sys.executable, "-I", "-S", ROOT / "export.py", "x", option],
-                          capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-I", "-S", ROOT / "export.py", "x", option], capture_output=True, text=True)
     assert done.returncode == 0 and shown in done.stdout, done.stderr
 
 
@@ -281,8 +276,7 @@ def costly(text: str, size: int) -> str:
 
 def costly_json(ck, folder):
     ck.save(folder)
-    for name in ("config.json", "tokenizer_config.json", "generation_config.json",
-                 "tokenizer.json"):
+    for name in ("config.json", "tokenizer_config.json", "generation_config.json", "tokenizer.json"):
         size = export.TOKENIZER_SIZE if name == "tokenizer.json" else export.SETTINGS_SIZE
         (folder / name).write_text(costly((folder / name).read_text(), size))
 

@@ -26,10 +26,8 @@ BAD_TOKENIZER = {
     "ignore_merges": (lambda t: t["model"].update(ignore_merges=True), "ignore_merges"),
     "normalizer": (lambda t: t.update(normalizer={"type": "NFKC"}), "normalizer.*NFKC"),
     "no pre_tokenizer": (lambda t: t.update(pre_tokenizer=None), "pre_tokenizer"),
-    "regex": (lambda t: t["pre_tokenizer"]["pretokenizers"][0].update(
-        pattern={"Regex": r"\p{L}+"}), "pre_tokenizer"),
-    "prefix space": (lambda t: t["pre_tokenizer"]["pretokenizers"][1].update(
-        add_prefix_space=True), "pre_tokenizer"),
+    "regex": (lambda t: t["pre_tokenizer"]["pretokenizers"][0].update(pattern={"Regex": r"\p{L}+"}), "pre_tokenizer"),
+    "prefix space": (lambda t: t["pre_tokenizer"]["pretokenizers"][1].update(add_prefix_space=True), "pre_tokenizer"),
     "lstrip": (lambda t: t["added_tokens"][3].update(lstrip=True), "lstrip.*object_ref_start"),
     "long added": (lambda t: t["added_tokens"][3].update(content="é" * 64 + "x"), "up to 128 bytes"),
     "empty added": (lambda t: t["added_tokens"][3].update(content=""), "tokens"),
@@ -99,8 +97,7 @@ def test_vocabulary(exported, tokenizer_json):
     merges = [tuple(m) for m in ck.tokenizer["model"]["merges"]]
     letters = {b: tokenizers.pre_tokenizers.ByteLevel(False, use_regex=False)
                .pre_tokenize_str(chr(b))[0][0] for b in range(128)}
-    assert all(records[tok.token_to_id(letter)] == (-1e6, bytes([b]))
-               for b, letter in letters.items())
+    assert all(records[tok.token_to_id(letter)] == (-1e6, bytes([b])) for b, letter in letters.items())
     for rank, (a, b) in enumerate(merges):
         made = records[tok.token_to_id(a + b)]
         assert made[0] == np.float32(-math.log(rank + 1))
@@ -124,17 +121,14 @@ def test_vocabulary(exported, tokenizer_json):
 def test_stop_ids(checkpoint, tmp_path, generation, config, settings, stop):
     ck = checkpoint()
     base = ck.eos - 2
-
     def ids(value):
-        return [base + i for i in value] if isinstance(value, list) else (
-            None if value is None else base + value)
+        return [base + i for i in value] if isinstance(value, list) else (None if value is None else base + value)
     ck.generation = {k: ids(v) for k, v in generation.items()}
     ck.config |= {k: ids(v) for k, v in config.items()}
     ck.settings = settings
     head, _, sections = sections_of(ck, tmp_path)
     assert [i - base for i, in rows(sections["stop"], 1)] == stop
-    first = config["eos_token_id"] if config["eos_token_id"] is not None else (
-        generation.get("eos_token_id", 0))
+    first = config["eos_token_id"] if config["eos_token_id"] is not None else (generation.get("eos_token_id", 0))
     assert head[2] - base == (first[0] if isinstance(first, list) else first)
 
 

@@ -76,8 +76,7 @@ def test_a_classifier_of_its_own_although_it_is_tied(checkpoint, run, tmp_path, 
 
 
 @pytest.mark.parametrize("group, config", [(64, {}), (32, {"hidden_size": 96}), (64, experts(3))])
-def test_pieces_join_where_a_tensor_is_larger_than_one(checkpoint, run, tmp_path, monkeypatch,
-                                                       group, config):
+def test_pieces_join_where_a_tensor_is_larger_than_one(checkpoint, run, tmp_path, monkeypatch, group, config):
     monkeypatch.setattr(export, "PIECE", 64 * 7)
     ck = checkpoint(**config)
     assert run(ck.save(tmp_path / "in"), "out.bin")[0] == 0

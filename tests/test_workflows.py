@@ -71,10 +71,8 @@ def test_a_release_has_notes():
     changelog = (ROOT / ".github/CHANGELOG.md").read_text()
     newest, older = re.findall(r"^## (\d\S*)", changelog, re.M)[:2]
     assert newest == version
-
     def notes(tag):
         return call("make", "-s", "notes", f"TAG={tag}", cwd=ROOT)
-
     said = notes(f"v{version}")
     assert said.returncode == 0 and said.stdout.strip() in changelog and "## " not in said.stdout, said
     refused = notes(f"v{older}")
@@ -96,8 +94,7 @@ def test_the_oldest_versions():
     assert oldest["env"] == {"OLDEST": 1} and any(f"({', '.join(needs)})" in step.get("run", "") for step in oldest["steps"])
     code = "import setup_venv as s; print(*s.inline_dependencies(s.read(s.EXPORT)))"
     found = call(sys.executable, "-c", code, cwd=ROOT / "tests", env={"OLDEST": "1"}).stdout
-    assert found.split() == [
-        package.replace(">=", "==") for package in re.findall('^#   "(.*)",$', block, re.M)] != []
+    assert found.split() == [package.replace(">=", "==") for package in re.findall('^#   "(.*)",$', block, re.M)] != []
 
 
 @pytest.mark.parametrize("path", [ROOT / "export.py", *(ROOT / "tests").glob("*.py"), *(ROOT / "tests/tiny").glob("*.py")],
