@@ -213,11 +213,11 @@ def test_stop_ids_count_once(tiny, tmp_path, old):
 
 def test_a_text_with_a_stop_id(tiny, tmp_path):
     """It would be its own beginning and its end, and the mass 2. In chat it is spelled out, so it is plain text."""
-    end = struct.pack("<I", tokenize(tiny, b"</tool_call>")[0])
+    end = struct.pack("<I", tokenize(tiny, b"</think>")[0])
     model = change_sections(copy_model(tiny, tmp_path),
                             lambda sections: sections.update({b"stop": sections[b"stop"] + end}))
-    for texts in "ab|ab</tool_call>", "</tool_call>|ab", "a|b</tool_call>c":
-        assert_error(qwen3(model, "-m", "generate", "-i", "a", "-o", texts), 1, "-o", "</tool_call>", "ends answers")
+    for texts in "ab|ab</think>", "</think>|ab", "a|b</think>c":
+        assert_error(qwen3(model, "-m", "generate", "-i", "a", "-o", texts), 1, "-o", "</think>", "ends answers")
         assert qwen3(tiny, "-m", "generate", "-i", "a", "-o", texts).returncode == 0
     assert qwen3(tiny, "-i", "a", "-o", "ab|ab<|im_end|>").returncode == 0
 
