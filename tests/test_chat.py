@@ -8,7 +8,6 @@ import random
 import re
 import struct
 import sys
-import time
 
 import jinja2.ext
 import jinja2.sandbox
@@ -94,14 +93,12 @@ def test_a_user_who_types_control_tokens(chain, tokenizer):
 
 def test_the_conversation_is_reused_up_to_the_last_answer(chain):
     """A template without thinking: all of the earlier turns is in the cache."""
-    start = time.monotonic()
     result = chat(chain("Ċ", "a", "b", "c", END), b"one\n" * 20)
-    seconds = time.monotonic() - start
     turns = [(int(p), int(c)) for p, c, _, _ in STATS.findall(result.stderr)]
     assert len(turns) == 20
     assert all(cached >= prompt + 3 for (prompt, _), (_, cached) in zip(turns, turns[1:]))
-    rates = re.findall(rb"prompt (\d+) tokens at ([\d.]+)/s", result.stderr)          # what is cached counts
-    assert sum(int(n) / float(rate) for n, rate in rates) < seconds
+    rates = [float(rate) for rate in re.findall(rb"prompt \d+ tokens at ([\d.]+)/s", result.stderr)]
+    assert max(rates[10:]) > 5 * rates[0]               # what is cached counts
 
 
 def test_newlines(chain):
