@@ -1,5 +1,4 @@
 """export.py --check and --group-size: what the check finds in files that tests spoil."""
-
 import os
 import re
 from pathlib import Path

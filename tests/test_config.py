@@ -1,5 +1,4 @@
 """config.json and the other settings: the header of OUT.bin, and what is refused."""
-
 import math
 import struct
 

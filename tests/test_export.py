@@ -1,5 +1,4 @@
 """export.py from start to end: arguments in, files, standard error and exit status out."""
-
 import fcntl
 import os
 import pty

@@ -1,5 +1,4 @@
 """--bits 4 beside a naive quantization."""
-
 import os
 import re
 import struct

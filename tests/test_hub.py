@@ -1,5 +1,4 @@
 """Downloads, from a hub that is here."""
-
 import errno
 import json
 import os

@@ -1,5 +1,4 @@
 """make quality: its numbers are those of the programs that it compares."""
-
 import re
 
 import numpy as np

@@ -1,5 +1,4 @@
 """Files of weights and their tensors: everything that is refused."""
-
 import errno
 import json
 import os

@@ -1,5 +1,4 @@
 """Chat templates: the twelve strings that qwen3.c makes of one, or what is said without them."""
-
 import re
 import struct
 

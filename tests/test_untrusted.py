@@ -3,7 +3,6 @@
 Whatever a file says, export.py ends within 60 s of CPU time, in 1 GB, with one line; all it writes
 can be run.
 """
-
 import json
 import os
 import re

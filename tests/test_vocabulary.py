@@ -1,5 +1,4 @@
 """The tokenizer file: the vocabulary, the ids that end a text, sampling, what a model is for."""
-
 import math
 import struct
 

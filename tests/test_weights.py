@@ -1,5 +1,4 @@
 """OUT.bin byte for byte: what export.py makes of each kind of checkpoint, and in what pieces."""
-
 import resource
 
 import numpy as np
