@@ -1,7 +1,4 @@
-"""Conversations: scripted ones on models made for the purpose, and at a pseudo-terminal.
-
-test_tiny.py has what the trained model answers.
-"""
+"""Conversations, scripted and at a pseudo-terminal; test_tiny.py has what the trained model answers."""
 import collections
 import json
 import random

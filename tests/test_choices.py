@@ -1,5 +1,4 @@
-"""Given answers (-o) and a budget for thinking (-r N): probabilities are those of the definition, computed from
--m perplexity; the same bytes alone, in lists, with any -b and -j."""
+"""Given answers (-o) and a budget for thinking (-r N): probabilities by definition, the same bytes in any company."""
 import json
 import math
 import random
@@ -223,8 +222,7 @@ def test_a_text_with_a_stop_id(tiny, tmp_path):
 
 
 def as_harness(model, tokenizer, prompt, texts):
-    """(nll, tokens) of each TEXT: encoded with the prompt, whose blanks at the end are its own. That is how
-    lm-evaluation-harness splits; where the boundary merges, what comes before the TEXT is the whole's, too."""
+    """(nll, tokens) of each TEXT, split as lm-evaluation-harness splits: blanks at the prompt's end are the TEXT's."""
     before = tokenizer.encode(prompt.rstrip()).ids or tokenizer.encode("<|endoftext|>").ids
     whole = [before * (not prompt.strip()) + tokenizer.encode(prompt + text).ids for text in texts]
     for ids in whole:
@@ -236,8 +234,7 @@ def as_harness(model, tokenizer, prompt, texts):
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_a_rows_own_answers(tiny, table_model, tokenizer, exact):
-    """Of 60 rows: -log p of each as the definition has it, alone as in a list; p and mass follow from them. Of a model
-    that 8 bits hold exactly, to 1e-4; of another, activations are rounded where sums are nearly equal, too."""
+    """-log p is the definition's: to 1e-4 where 8 bits hold a model; else activations are rounded, too."""
     r, rows = random.Random(1), []
     tokens = [token for token, id in tokenizer.get_vocab().items() if id % 9 == 0]
     if exact:
@@ -355,8 +352,7 @@ def test_reranker(tmp_path, tokenizer):
 
 
 def test_refused_once_the_model_is_known(tiny, tmp_path):
-    """A model that its file makes for another mode answers nothing, say one for embeddings; two TEXTs of
-    the same ids can't be told apart."""
+    """A model that its file makes for another mode answers nothing; two TEXTs of the same ids can't be told apart."""
     model = copy_model(tiny, tmp_path)
     for number, mode in (2, "tokenize"), (3, "perplexity"), (4, "embed"):
         change_sections(model, lambda sections: sections.update({b"mode": struct.pack("<I", number)}))

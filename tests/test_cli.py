@@ -1,5 +1,4 @@
-"""The command line as scripts see it: options, prompt sources, output, exit status. No terminals
-here (test_chat.py has those), and nothing about the numbers (test_model.py)."""
+"""The command line as scripts see it: options, prompt sources, output, exit status; no terminals, no numbers."""
 import codecs
 import json
 import os
@@ -340,8 +339,7 @@ def test_terminal_without_prompt(small, embedding, random_model):
 
 @needs_address_space
 def test_default_context(random_model):
-    """What a quarter of the memory holds: a multiple of 1,024, 4,096 or more, at most the model's, and more with -C 8.
-    Not of perplexities. Where memory lacks, contexts that fit are named."""
+    """What a quarter of the memory holds: a multiple of 1,024 from 4,096 to the model's, more with -C 8."""
     model, short = random_model(max_len=1_000_000), random_model(max_len=5000)
     large = random_model(max_len=1_000_000, n_layers=20, n_kv_heads=4)
     def context(megabytes, options="", model=model, limit="-v"):
@@ -596,8 +594,7 @@ def test_verbose_shows_what_holds(tiny, tokenizer, tmp_path):
     """The sampling settings, wherever they come from, and the system prompt that only the template knows of."""
     hf = make_checkpoint(tmp_path / "hf", tokenizer, template=CHATS["default system prompt"][0])
     (hf / "generation_config.json").write_text(json.dumps({
-        "temperature": 0.5, "top_p": 0.5, "top_k": 3, "do_sample": True,
-        "repetition_penalty": 1.05}))
+        "temperature": 0.5, "top_p": 0.5, "top_k": 3, "do_sample": True, "repetition_penalty": 1.05}))
     model, sampling = export(hf, tmp_path / "model.bin"), "sampling: -t 0.5 -p 0.5 -k 3 -a 0 -e 1.05"
     for path, args, expected in (
             (tiny, (), ["sampling: -t 0.7 -p 0.8 -k 20 -a 0 -e 1"]),        # Qwen's advice

@@ -114,8 +114,7 @@ def test_existing_files_are_replaced_only_by_a_complete_export(checkpoint, run, 
 
 
 def test_parts_that_others_left_or_hold(checkpoint, run, tmp_path):
-    """What a killed process left is used again. What one still writes stays as it is: a lock says so, as a pid
-    means nothing in a container."""
+    """A killed process's file is used again, not one that a lock holds: a pid means nothing in a container."""
     ck = checkpoint()
     folder, parts = ck.save(tmp_path / "in"), [tmp_path / name for name in ("out.bin.part", "out.bin.tokenizer.part")]
     for held in parts:

@@ -1,5 +1,4 @@
-"""What the world around the programs can do: full disks, closed descriptors, little memory, odd files
-and names. An error is one line and a status, never a crash or a half file."""
+"""What the world does, as full disks and closed descriptors: one line and a status, no crash, no half file."""
 import ctypes
 import os
 import re

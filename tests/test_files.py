@@ -1,5 +1,4 @@
-"""A table of model and tokenizer files: each is refused in one line that names what is wrong, or is
-harmless and expected to be. What is added to the format gets its rows here."""
+"""Model and tokenizer files, each refused in one line that names what is wrong, or harmless and expected to be."""
 import itertools
 import math
 import random

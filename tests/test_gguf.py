@@ -1,5 +1,4 @@
-"""export.py on GGUF files, which tests write with the gguf package from the checkpoints of
-checkpoints.py; what the checkpoint itself gives is the measure."""
+"""export.py on GGUF files of the checkpoints of checkpoints.py; what the checkpoint itself gives is the measure."""
 import math
 import re
 import struct
@@ -300,8 +299,7 @@ ONE_BIT = pytest.param("Q1_0", {}, 128, marks=pytest.mark.skipif(
     ("Q4_0", {}, 32), ("IQ4_NL", {}, 32), ("Q4_0", experts(3), 32), ONE_BIT,
     pytest.param("Q1_0", {}, 32, marks=ONE_BIT.marks)])
 def test_four_bits_go_over_as_they_are(checkpoint, make, run, tmp_path, kind, config, group):
-    """Also where some matrices, here the first ffn_down, are of another kind, as in most files: they
-    are quantized with the same levels."""
+    """Matrices of another kind, here the first ffn_down, are quantized with the same levels: most files have some."""
     ck = checkpoint("F32", hidden_size=256, **{"intermediate_size": 256} | config)
     down = "blk.0.ffn_down" + "_exps" * bool(config)
     tensors = random_tensors(ck, Kind[kind]) | random_tensors(ck, Kind.Q6_K, "token_embd")
@@ -396,10 +394,9 @@ DEFAULT = 0.1 * math.log(4) + 1
 
 @pytest.mark.parametrize("changes, fields", [
     (SCALING, (1e6, 4, 128, 0, 0, 0)),
-    (SCALING | {"qwen3.rope.scaling.yarn_beta_fast": 16.0,
-                "qwen3.rope.scaling.yarn_beta_slow": 2.0,
-                "qwen3.rope.scaling.yarn_attn_factor": 1.5,
-                "qwen3.rope.scaling.finetuned": True}, (1e6, 4, 128, 16, 2, 1.5)),
+    (SCALING | {"qwen3.rope.scaling.yarn_beta_fast": 16.0, "qwen3.rope.scaling.yarn_beta_slow": 2.0,
+                "qwen3.rope.scaling.yarn_attn_factor": 1.5, "qwen3.rope.scaling.finetuned": True},
+     (1e6, 4, 128, 16, 2, 1.5)),
     # DeepSeek's attn_factor, which transformers ignores
     (SCALING | {"qwen3.rope.scaling.yarn_attn_factor": 1 / DEFAULT}, (1e6, 4, 128, 0, 0, 0)),
     (SCALING | {"qwen3.rope.scaling.yarn_attn_factor": 1.0005 / DEFAULT}, (1e6, 4, 128, 0, 0, 0)),
@@ -599,11 +596,10 @@ def test_truncated_and_spoiled(make, run, tmp_path):
         refused(run(path, "out.bin"), "model.gguf: (broken|truncated|not supported)")
         if end > at + 5000:  # within the weights: found before anything is written
             refused(run(path, "out.bin"), f"truncated in .* bytes .*, found {end}$")
-    for place, word in [(0, b"GGML"), (4, b"\1\0\0\0"), (8, b"\xff" * 8), (16, b"\xff" * 7),
-                        (24, b"\xff" * 8), (24, b"\0\0\0\0\0\0\0\x10"), (at - 8, b"\xff\xff"),
-                        (at + 17, b"\xff\xff\xff\xff"), (at + 21, b"\xff" * 8),
-                        (at + 37, b"\x63\0\0\0"), (at + 41, b"\xff" * 8),
-                        (at + 41, b"\0" * 6 + b"\1")]:
+    for place, word in [
+            (0, b"GGML"), (4, b"\1\0\0\0"), (8, b"\xff" * 8), (16, b"\xff" * 7), (24, b"\xff" * 8),
+            (24, b"\0\0\0\0\0\0\0\x10"), (at - 8, b"\xff\xff"), (at + 17, b"\xff\xff\xff\xff"), (at + 21, b"\xff" * 8),
+            (at + 37, b"\x63\0\0\0"), (at + 41, b"\xff" * 8), (at + 41, b"\0" * 6 + b"\1")]:
         path.write_bytes(data[:place] + word + data[place + len(word):])
         refused(run(path, "out.bin"), "model.gguf: ")
     array = data.index(b"tokenizer.ggml.tokens") + 21

@@ -119,8 +119,7 @@ def test_a_wrong_file_in_the_cache(checkpoint, hub, tmp_path):
 
 
 def test_a_hub_s_commit_and_index(checkpoint, hub, tmp_path, monkeypatch):
-    """All files are of one commit, though each question for the newest finds another; of the weights only those
-    that the index names."""
+    """All files are of one commit, though the newest is always another; of weights those that the index names."""
     ck = checkpoint()
     folder = ck.save(tmp_path / "hub/org/tiny", 2)
     (folder / "model-00003-of-00003.safetensors").write_text("of an earlier upload")

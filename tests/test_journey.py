@@ -1,5 +1,4 @@
-"""One token's journey: what tests/journey prints, with the functions of qwen3.c, is what the
-equations of tests/reference.py give."""
+"""What tests/journey prints, with the functions of qwen3.c, is what the equations of tests/reference.py give."""
 import re
 import sys
 

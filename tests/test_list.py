@@ -1,5 +1,4 @@
-"""A list of texts (-l, -L): each line of the output is what its text gets in a run of its own, bit for
-bit, and nothing that is written is lost, whatever happens."""
+"""Lists of texts (-l, -L): each line is what its text gets alone, bit for bit, and nothing that is written is lost."""
 import contextlib
 import ctypes
 import json
@@ -207,8 +206,7 @@ def test_errors_of_single_lines(tiny, tmp_path):
 @needs_address_space
 @pytest.mark.parametrize("mode", ["chat", "generate", "embed", "tokenize", "perplexity"])
 def test_a_prompt_that_would_take_too_much_memory(tiny, tmp_path, mode):
-    """One that is far too long, or takes more than half of the memory to encode, is not encoded, as a line is not; nor
-    is a script's turn."""
+    """One far too long, or that takes more than half of the memory to encode, is not encoded; nor is a turn."""
     path = tmp_path / "prompt"
     path.write_bytes(b"a" * 30_000_000)
     for source in f"-f {path}", f"< {path}":

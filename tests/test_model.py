@@ -1,5 +1,4 @@
-"""The forward pass: qwen3 on exported random checkpoints against tests/reference.py, which reads
-the checkpoint itself, and equality tests. (test_tiny.py has transformers' recorded figures.)
+"""The forward pass of exported random checkpoints, against tests/reference.py, which reads the checkpoint itself.
 
 The texts are drawn from the model under test, so that their likelihood is high and mistakes lower it, by 0.07 and
 more; the likelihood of a foreign text hardly moves.
@@ -50,8 +49,7 @@ EACH_SHAPE = pytest.mark.parametrize("name", [
 
 
 def draw_text(model, tokenizer, n, seed=1):
-    """A text of n tokens drawn from the model, and its ids: each token is taken only where the
-    text so far still encodes to the ids drawn, and added tokens never."""
+    """n tokens drawn from the model, none added, each where the text so far encodes to the ids: text, ids."""
     rng, cache, ids, text = np.random.default_rng(seed), [], [], ""
     pieces = [tokenizer.decode([i]) for i in range(tokenizer.get_vocab_size() - len(ADDED))]
     while len(ids) < n:
@@ -103,8 +101,7 @@ def test_perplexity(case, name):
 
 @EACH_SHAPE
 def test_first_logits(case, name):
-    """One position: no attention, and little room for rounding to spread, so the numbers agree to
-    1e-3, but where an activation lies right at a rounding boundary."""
+    """One position gives rounding little room to spread: 1e-3, but where an activation lies at a rounding boundary."""
     c, off = case(name), []
     for letters in ("aa", "bc", "de", "fg", "zz", "QX", "77", "+-", "\n7"):
         ids = tokenize(c.bin, letters.encode())

@@ -1,6 +1,4 @@
-"""qwen3.c by other compilers, with sanitizers, on other CPUs and systems. qemu-user stands in for the
-CPU, wine for Windows; what is not installed is skipped.
-"""
+"""Other compilers, sanitizers, CPUs (by qemu-user) and systems (by wine); what is not installed is skipped."""
 import hashlib
 import json
 import os
@@ -295,8 +293,7 @@ def test_windows_ctrl_c(windows, tmp_path):
     path = tmp_path / "endless.bin"
     write_model(path)
     with subprocess.Popen([windows / "qwen3", path, "-c", "0", "-m", "generate", "-t", "0", "-n", "-1", "-i", "a"],
-                          stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                          env=environment()) as process:
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()) as process:
         assert process.stdout.read(20) == b"!" * 20
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=300)    # without what read() has taken beyond its 20

@@ -383,8 +383,7 @@ def model_bytes(shape, bits, of_a_token=False):
         "dim": dim, "hidden_dim": hidden_dim, "n_layers": n_layers, "n_heads": n_heads,
         "n_kv_heads": n_kv_heads, "vocab_size": VOCABULARY, "head_dim": HEAD, "shared_classifier": shared,
         "group_size": group, "n_experts": n_experts, "n_experts_used": used,
-        "layer_bits": 4 if bits == 4 else 0,
-        "eight_bits": 4 if bits == 4 else 0})
+        "layer_bits": 4 if bits == 4 else 0, "eight_bits": 4 if bits == 4 else 0})
     size = 256
     for output in export.lay_out(header):
         if of_a_token and output.names == ["embed_tokens.weight"] and not shared:

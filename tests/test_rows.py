@@ -1,5 +1,4 @@
-"""Lists of objects (-L): rows keep their columns. And -w FILE: the same command again goes on where a list was
-cut, as if nothing had happened, and writes nothing into a file that is another's."""
+"""Lists of objects (-L): rows keep their columns; -w FILE goes on where a list was cut, as if nothing had happened."""
 import itertools
 import json
 import os
@@ -234,8 +233,7 @@ NAMES = [b"What is your name?", b"Tell me a story about a fox", b"Who are you?",
 @pytest.mark.parametrize("args, others", ANOTHER, ids=lambda x: " ".join(x) if isinstance(x[0], str) else "")
 @pytest.mark.parametrize("rest", [b"", b"cut"])
 def test_another_run(tiny, small, tmp_path, args, others, rest):
-    """The text of FILE's last line runs again. Where it gives another line, nothing is written; also where all lines
-    are there."""
+    """FILE's last text runs again; if it gives another line, nothing is written, even where all lines are there."""
     path, out = write_list(tmp_path / "list", NAMES), tmp_path / "out"
     other = write_list(tmp_path / "other", [NAMES[0], NAMES[2], NAMES[1], NAMES[3]])
     whole = output(tiny, "-l", path, "-q", *args)

@@ -75,8 +75,7 @@ def test_presence_penalty(model):
 
 
 def test_repetition_penalty(ranked, table_model):
-    """As HF's: logits of what is in the prompt or the answer are divided by it (multiplied if below 0).
-    -e overrides the checkpoint's, and 1 switches it off."""
+    """As HF's: logits of what the context has are divided by it (multiplied if below 0); -e overrides it, 1 is none."""
     below = table_model({None: {"a": -1, "b": -1.5}}, fill=-80)
     assert output(below, "-m", "generate", "-i", "a", "-t", 0, "-e", 2, "-n", 2, "-q") == b"ba"
     path = ranked(generation=dict(do_sample=False, repetition_penalty=4.0))

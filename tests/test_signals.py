@@ -1,5 +1,4 @@
-"""Signals and closed readers, at any time: both programs end as cli.md says, with what was written so
-far, the terminal as it was, and no half file."""
+"""Signals and closed readers, at any time: what was written stays, the terminal is as it was, and no half file."""
 import os
 import random
 import re

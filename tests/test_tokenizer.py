@@ -1,9 +1,4 @@
-"""Token ids against the `tokenizers` package, on generated texts.
-
-The vocabulary is small (conftest), the pipeline is the real one. Most texts are long ones made of
-thousands of fragments, as every text is one run of the program; where ids differ, the message
-shows the fragment of the first difference.
-"""
+"""Ids are those of the `tokenizers` package, on long texts of fragments; the message has the first that differs."""
 import json
 import os
 import random

@@ -1,8 +1,4 @@
-"""export.py on files that somebody made to harm it, and on the likely first mistakes.
-
-Whatever a file says, export.py ends within 60 s of CPU time, in 1 GB, with one line; all it writes
-can be run.
-"""
+"""export.py on harmful files and first mistakes: within 60 s of CPU time and 1 GB, one line; what it writes runs."""
 import json
 import os
 import re
@@ -30,8 +26,7 @@ def measured(*args, cwd):
 # ---------------------------------------------------------------------------- templates
 
 def not_tried(template, found):
-    """A template whose process does not end well is none that qwen3.c does not have: a slow machine
-    would get a wrong file."""
+    """A process that does not end well says nothing of its template: a slow machine would get a wrong file."""
     with pytest.raises(export.Refused, match=f"the chat template: it can't be tried out.* found {found}$"):
         export.find_verified_pieces(template + CHATML, {})
 
@@ -59,8 +54,7 @@ def test_template_that_writes_too_much():
 
 
 def test_template_s_process_has_nothing_of_its_surroundings(tmp_path, monkeypatch):
-    """It has this process' jinja2, but no token, no PYTHONPATH, and no module of the current
-    directory, which may be the checkpoint's."""
+    """It has this process' jinja2, but no token, no PYTHONPATH, and no module of the current directory."""
     where = Path(export.jinja2.__file__).parents[1]
     for name in ("jinja2", "json", "resource", "sitecustomize"):
         (tmp_path / f"{name}.py").write_text("import os; os._exit(7)")

@@ -71,8 +71,7 @@ def test_tokenizer_refused(checkpoint, refuses, which):
 
 
 def test_a_token_that_its_merges_do_not_make_is_refused(checkpoint, run, tmp_path):
-    """Here "any two neighbours that make a token" would differ from the list of merges: x+yx comes
-    to lie side by side as (xy, x) only, as xy is merged first."""
+    """x+yx comes to lie side by side as (xy, x) only, as xy is merged first: neighbours of a token, but no merge."""
     ck = checkpoint()
     vocab, merges = ck.tokenizer["model"]["vocab"], ck.tokenizer["model"]["merges"]
     for token, merge in (("QX", ["Q", "X"]), ("XQ", ["X", "Q"]), ("QXQ", ["Q", "XQ"])):
@@ -182,8 +181,7 @@ def test_settings_that_nobody_obeys_are_said(checkpoint, run, tmp_path, ignored)
     (False, [2, 0], 0, "<|endoftext|>", 1, "no chat template: qwen3 will continue texts"),
     (False, [2, 0], 2, "<|im_end|>", 0, "no chat template: qwen3 will chat in ChatML")])
 def test_mode(checkpoint, tmp_path, template, generation, config, settings, mode, noted):
-    """A base model's ids that end a text do not hold the end of a turn; or it has no template, and does not end with
-    ChatML's end of turn."""
+    """A base model's ids of an end lack the end of a turn; or it has no template, and does not end as ChatML does."""
     ck = checkpoint()
     base = ck.eos - 2
     ck.generation["eos_token_id"] = None if generation is None else (

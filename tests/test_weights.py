@@ -101,8 +101,7 @@ RELATIVES = {  # architecture -> (that of the plain model, its other settings, w
 @pytest.mark.parametrize("nested", [True, False])
 @pytest.mark.parametrize("architecture", RELATIVES)
 def test_relatives_of_the_plain_models(checkpoint, run, tmp_path, architecture, nested, tied):
-    """HF's logits for a text are those of the plain model with the same weights (transformers 5.24: they differ by 0),
-    and so is the file. Numbers are in text_config or, as in older files, beside it."""
+    """HF's logits are those of the plain model with the same weights (transformers 5.24: by 0), and so is the file."""
     plain, settings, prefix, left_out = RELATIVES[architecture]
     ck = checkpoint(architectures=[plain], tie_word_embeddings=tied, head_dim=32)
     expected, text = ck.expected(), ck.config | settings
