@@ -3986,7 +3986,7 @@ typedef struct {
     Buffer *text;           // the last string: one buffer for all copies of a Json
     const uint8_t *string;  // where it begins
     bool systems;           // a system message need not be the first
-    Buffer ignored;         // the names of an object's members that have no effect
+    Buffer ignored;         // names of members that have no effect, each after ", "
 } Json;
 
 // Sets the error if `good` is false: `part` of the line is bad at what comes next.
@@ -4068,8 +4068,7 @@ static bool json_take_number(Json *j) {
     return json_take_any(j, digits);
 }
 
-// Goes on to the next value of an array or an object. Of an object, j->text gets the key. Returns
-// false after an error, or if `end` comes first; it takes that.
+// Goes on to the next value. j->text gets an object's key. Returns false after an error or `end`.
 static bool json_next(Json *j, const char *end, bool first) {
     if (json_take_token(j, end)) return false;
     json_need(j, first || json_take(j, ","), *end == '}' ? ", or }" : ", or ]");
@@ -4155,7 +4154,7 @@ static void json_object(Json *j, int kind, Buffer *out) {
         while (*added && !bytes_are(name, *added)) added++;
         while (*ignored && !bytes_are(name, *ignored)) ignored++;
         const bool kept = !*added && !bytes_are(name, "text") && !bytes_are(name, "messages");
-        if (*ignored) buffer_print(&j->ignored, "%s%s", j->ignored.n ? ", " : "", *ignored);
+        if (*ignored) buffer_print(&j->ignored, ", %s", *ignored);
         if (*added) {
             snprintf(what, sizeof(what), "has a member \"%s\", which this run adds; to take it "
                      "away: jq 'del(.%s)' -c", *added, *added);
@@ -4188,8 +4187,7 @@ static const char *take_choices(Json object, const char *name, Choices *all) {
     return start.error;
 }
 
-// Parses one line. A string goes to j->text. Messages go to `talk`, if that is not NULL: a system
-// message at their start replaces that of -y. Of an object see json_object.
+// Parses one line. A string goes to j->text, messages go to `talk`, if that is not NULL.
 static void json_line(Json *j, Conversation *talk, int kind, Buffer *out) {
     json_take_token(j, "");
     Json all = *j;  // looks at the whole line before anything is taken
@@ -4204,7 +4202,7 @@ static void json_line(Json *j, Conversation *talk, int kind, Buffer *out) {
         role = json_message(j, talk);
         json_check(j, role != SYSTEM || i == 0 || j->systems, "role",
                    "a system message only at the start");
-        if (role == SYSTEM && i == 0) conversation_drop(talk, 0, talk->n - 1);
+        if (role == SYSTEM && i == 0) conversation_drop(talk, 0, talk->n - 1);  // that of -y
     }
     json_check(j, messages || json_take_string(j), "text or messages",
                talk ? "a string, an array of messages or an object"
@@ -4220,7 +4218,6 @@ typedef struct {
     Lines in;
     size_t failed;          // lines that were an error
     size_t read;            // lines that were read
-    size_t done;            // lines that were answered, or are wrong
     size_t written;         // lines that were written
     Buffer lines[AHEAD];    // of the output: line i is at i % AHEAD; it is done if it ends in \n
     size_t prompt_tokens;   // of all texts
@@ -4231,7 +4228,7 @@ typedef struct {
     size_t unlikely;        // given answers of less mass than 0.1
     size_t closed[NOT_CLOSED + 1]; // thinkings by what ended them: see endings
     size_t pieces;          // texts that are scored in pieces
-    bool gave_notice;       // of what has no effect; of plain lines that look like CSV
+    size_t odd;             // lines with what has no effect, or plain ones that look like CSV
     double size;            // bytes of the file, if known
     double consumed;        // bytes of its lines so far
     // With -w (see Going on with a list):
@@ -4245,8 +4242,7 @@ static bool has_newline(Bytes line) { return line.n && line.p[line.n - 1] == '\n
 
 static Buffer *line_of(List *l, size_t number) { return &l->lines[number % AHEAD]; }
 
-// Writes the next line. What FILE ended with (see Going on with a list) has to be the same, and is
-// not written again.
+// Writes the next line. What FILE ended with has to be the same, and is not written again.
 static void write_line(List *l) {
     Buffer *buffer = line_of(l, l->written);
     const Bytes line = bytes_of(buffer);
@@ -4261,22 +4257,10 @@ static void write_line(List *l) {
     l->written++;
 }
 
-// Ends line `number` with the result of its text or its ids, or an error, and writes all done lines
-// that follow those that are written.
-static void end_line(List *l, size_t number, const Text *t, const Ids *ids, const char *error) {
-    const bool is_new = number >= l->in_file;  // else FILE has its result
-    if (error && is_new) report("%.600s: line %zu: %s", l->in.name, number + 1, error);
-    l->failed += error && is_new;
-    l->done += is_new;
-    add_result(line_of(l, number), l->e, t, ids, error);
-    while (!interrupted && has_newline(bytes_of(line_of(l, l->written)))) write_line(l);
-}
-
-// Counts a text that has ended, unless FILE has its result.
+// Counts a text that has ended.
 static void count_text(List *l, const Text *t) {
     const Slot *slot = t->slot;
     double sum, mass = 1;
-    if (slot->number < l->in_file) return;
     l->prompt_tokens += slot->own.all.n;
     l->cached += slot->cached;
     l->drawn += l->e->kind >= CHOICES ? slot->counted : t->ids.n - t->n_prompt;
@@ -4288,60 +4272,62 @@ static void count_text(List *l, const Text *t) {
     l->pieces += l->e->mode == PERPLEXITY && slot->own.all.n > t->context;
 }
 
-#define CSV_TO_JSON "python3 -c 'import csv, json, sys; " \
-                    "[print(json.dumps(row)) for row in csv.DictReader(sys.stdin)]'"
+// Ends line `number` with its text's result, its ids or an error. Writes what is done, in order.
+static void end_line(List *l, size_t number, const Text *t, const Ids *ids, const char *error) {
+    const bool is_new = number >= l->in_file;  // else FILE has its result
+    if (error && is_new) report("%.600s: line %zu: %s", l->in.name, number + 1, error);
+    l->failed += error && is_new;
+    if (t && is_new) count_text(l, t);
+    else if (!error && is_new) l->prompt_tokens += ids->n;
+    if (t) writer_end(t->writer);
+    add_result(line_of(l, number), l->e, t, ids, error);
+    while (!interrupted && has_newline(bytes_of(line_of(l, l->written)))) write_line(l);
+}
+
+#define CSV_TO_JSON "CSV: python3 -c 'import csv, json, sys; [print(json.dumps(row)) for row in " \
+                    "csv.DictReader(sys.stdin)]' makes objects, for -L"
+
+// Says what may help with the line that is read now.
+static void give_hint(const List *l, const char *what) {
+    notice("%.600s: line %zu %s", l->in.name, l->read + 1, what);
+}
 
 // Says so if plain lines look like JSON (line 1), or like a CSV file whose texts have newlines.
 static void check_plain(List *l, Json line) {
     const Bytes text = line.rest;
     size_t quotes = 0;
     for (size_t i = 0; i < text.n; i++) quotes += text.p[i] == '"';
-    const bool open = quotes % 2 && (*text.p == '"' || find_last(text, bytes(",\"")));
-    if (open && !l->gave_notice)
-        notice("%.600s: line %zu leaves a quote open; if this is CSV: " CSV_TO_JSON " makes "
-               "objects, for -L", l->in.name, l->read + 1);
-    l->gave_notice |= open;
-    if (l->read > 0 || text.n == 0 || !memchr("[{\"", *text.p, 3)) return;
+    if (quotes % 2 && (*text.p == '"' || find_last(text, bytes(",\""))) && l->odd++ == 0)
+        give_hint(l, "leaves a quote open; if this is " CSV_TO_JSON);
+    if (l->read > 0 || !memchr("[{\"", *text.p, 3)) return;
     json_value(&line, 0);
     if (!line.error && line.rest.n == 0)
-        notice("%.600s: line 1 is JSON, and taken as plain text; -L reads JSON", l->in.name);
-}
-
-// Says what may help if the first line is bad: then the list may be another program's.
-static void give_hint(const List *l, Bytes line) {
-    notice("%.600s: %s", l->in.name, line.n && memchr("[{", *line.p, 2)
-           ? "one value a line? jq -c . makes that, jq -c '.[]' of an array of texts, jq -c "
-             "'{custom_id} + .body' of OpenAI's batch file, jq -c '[.]' of messages without []"
-           : "JSON? -l takes plain lines, and of CSV " CSV_TO_JSON " makes objects");
-}
-
-// Says, in the first such line, what of it has no effect.
-static void give_no_effect(List *l, Bytes names) {
-    if (names.n && !l->gave_notice)
-        notice("%.600s: line %zu: no effect: %.*s (options hold for all lines)", l->in.name,
-               l->read + 1, (int)names.n, names.p);
-    l->gave_notice |= names.n > 0;
+        give_hint(l, "is JSON, and taken as plain text; -L reads JSON");
 }
 
 // Makes the conversation of a line: its messages, or its text after that of -i. *line becomes that
-// text. Of an object, the members that it keeps go to `out`. Returns what is wrong, or NULL.
-static const char *take_line(List *l, Bytes *line, Buffer *out) {
-    App *app = l->app;
-    const Options *o = &app->options;
+// text. The output's line gets the members that an object keeps. Returns what is wrong, or NULL.
+static const char *take_line(List *l, Bytes *line) {
+    const Options *o = &l->app->options;
     const bool chat = l->e->mode == CHAT;
-    Conversation *talk = &app->conversation;
-    Json j = {.rest = *line, .n = line->n, .text = &app->input,
+    Conversation *talk = &l->app->conversation;
+    Json j = {.rest = *line, .n = line->n, .text = &l->app->input,
               .systems = l->e->tokenizer.tables->systems};
     conversation_drop(talk, 0, talk->n);
     if (chat && o->system) conversation_add(talk, SYSTEM, bytes(o->system));
     const size_t before = talk->n;
-    if (o->json_list) json_line(&j, chat ? talk : NULL, l->e->kind, out);
+    if (o->json_list) json_line(&j, chat ? talk : NULL, l->e->kind, line_of(l, l->read));
     else check_plain(l, j);
-    if (j.error && l->read == 0) give_hint(l, *line);
+    if (j.error && l->read == 0)  // the list may be another program's
+        give_hint(l, memchr("[{", *line->p, 2)
+            ? "needs another form? jq -c . makes lines, jq -c '.[]' of an array of texts, jq -c "
+              "'{custom_id} + .body' of OpenAI's batch file, jq -c '[.]' of messages without []"
+            : "is no JSON? -l takes plain lines; if this is " CSV_TO_JSON);
     const bool messages = talk->n > before;
-    if (messages && o->text)
-        buffer_print(&j.ignored, "%s-i before messages", j.ignored.n ? ", " : "");
-    give_no_effect(l, bytes_of(&j.ignored));
+    if (messages && o->text) buffer_add(&j.ignored, bytes(", -i before messages"));
+    if (j.ignored.n && l->odd++ == 0)
+        notice("%.600s: line %zu: no effect: %.*s (options hold for all lines)", l->in.name,
+               l->read + 1, (int)j.ignored.n - 2, j.ignored.p + 2);
     free(j.ignored.p);
     if (j.error || messages) return j.error;
     if (o->json_list) *line = bytes_of(j.text);
@@ -4362,9 +4348,8 @@ static size_t text_size(const ChatFormat *f, const Conversation *talk) {
     return size;
 }
 
-// Encodes a line into app->prompt. Of an object, the members that it keeps go to `out`. Returns
-// what is wrong with the line, or NULL; after Ctrl-C these may not be all ids.
-static const char *encode_line(List *l, Bytes line, Buffer *out) {
+// Encodes a line into app->prompt, after Ctrl-C perhaps not all. Returns what is wrong, or NULL.
+static const char *encode_line(List *l, Bytes line) {
     static const char too_long[] = "too long, expected at most 1 GB, less where memory is small";
     App *app = l->app;
     Engine *e = l->e;
@@ -4372,9 +4357,8 @@ static const char *encode_line(List *l, Bytes line, Buffer *out) {
     const Json object = {.rest = line, .n = line.n, .text = &app->input};
     const bool chat = e->mode == CHAT, own = e->kind == OWN_CHOICES;
     const Conversation *talk = &app->conversation;
-    const char *instruction = app->options.text ? app->options.text : "";
-    if (line.n + strlen(instruction) > l->in.most) return too_long;
-    const char *error = take_line(l, &line, out);
+    if (line.n > l->in.most) return too_long;
+    const char *error = take_line(l, &line);
     if (own) e->reserve = 0;  // not known yet
     if (!error && own) error = take_choices(object, app->options.member, &e->choices);
     if (error) return error;
@@ -4395,27 +4379,24 @@ static const char *encode_line(List *l, Bytes line, Buffer *out) {
 static void add_line(List *l, Bytes line) {
     App *app = l->app;
     Engine *e = l->e;
+    const Options *o = &app->options;
     const size_t number = l->read;
-    Ids *ids = &app->prompt;
-    Buffer *out = line_of(l, number);
     const Conversation *talk = &app->conversation;
-    if (app->options.list) check_utf8(app, l->in.name, l->read + 1, line);
+    if (o->list) check_utf8(app, l->in.name, number + 1, line);
     give_notices(app);
     if (number == l->in_file && number)
-        notice("%s: %zu lines are there, goes on with line %zu", app->options.out, number,
-               number + 1);
-    if (number == l->in_file && draws_ids(e) && !quiet && !is_seeded(&app->options))
-        fprintf(stderr, "seed %llu\n", app->options.seed);
-    const char *error = encode_line(l, chop(line), out);
+        notice("%s: %zu lines are there, goes on with line %zu", o->out, number, number + 1);
+    if (number == l->in_file && draws_ids(e) && !quiet && !is_seeded(o))
+        fprintf(stderr, "seed %llu\n", o->seed);
+    const char *error = encode_line(l, chop(line));
     if (interrupted) return;
     l->read++;
     l->consumed += line.n;
     if (error || e->mode == TOKENIZE) {
-        if (!error && number >= l->in_file) l->prompt_tokens += ids->n;
-        end_line(l, number, NULL, ids, error);
+        end_line(l, number, NULL, &app->prompt, error);
     } else {
-        const int last = talk->p[talk->n - 1].role;
-        add_text(e, ids, app->options.seed + number, last == ASSISTANT)->slot->number = number;
+        const bool begun = talk->p[talk->n - 1].role == ASSISTANT;
+        add_text(e, &app->prompt, o->seed + number, begun)->slot->number = number;
     }
 }
 
@@ -4425,11 +4406,12 @@ static void show_texts(const List *l) {
     const double lines = l->in.ended ? l->read : floor(l->size * l->read / fmax(l->consumed, 1));
     const double all = fmax(lines - l->in_file, 0), time = now(), seconds = time - progress.start;
     const double age = l->e->n_texts > 0 ? time - l->e->order[0]->slot->start : 0;
-    const double part = all > 0 ? fmin(l->done / all, seconds / (seconds + age + 1e-9)) : 0;
+    const double done = fmax((double)l->read - l->e->n_texts - l->in_file, 0);
+    const double part = all > 0 ? fmin(done / all, seconds / (seconds + age + 1e-9)) : 0;
     char of_all[64] = "", text[96];
     if (all > 0)
         snprintf(of_all, sizeof(of_all), " of %s%.0f", l->in.ended ? "" : "about ", all);
-    snprintf(text, sizeof(text), "%zu%s texts", l->done, of_all);
+    snprintf(text, sizeof(text), "%.0f%s texts", done, of_all);
     progress_show(l->e->n_rows, part, text);
 }
 
@@ -4459,16 +4441,15 @@ static int report_list(const List *l) {
     const size_t n = lines - l->in_file;
     const int context = l->e->model.state.context;
     const bool failed = l->failed || l->failed_in_file;
+    const bool had_all = l->in_file && n == 0 && !interrupted;
     const int status = interrupted ? EXIT_INTERRUPT : failed ? EXIT_FAILURE : EXIT_SUCCESS;
     char seed[48] = "";  // what to add to the same command
     if (draws_ids(l->e) && !is_seeded(o) && l->e->places->sampler.temperature != 0)
         snprintf(seed, sizeof(seed), " and -s %llu", o->seed);
     progress_end();
-    if (quiet) return status;
-    if (l->in_file && l->read == l->in_file && !interrupted) {
+    if (had_all)
         notice("%s: has all %zu lines; another FILE, or none, makes a new run", o->out, lines);
-        return status;
-    }
+    if (had_all || quiet) return status;
     for (int i = 0; i < NOT_CLOSED; i++) {
         const size_t n_closed = l->closed[i], n_ended = i > IN_THINKING ? l->endings[i] : 0;
         if (n_ended) notice("answers: ended by %s: %zu", endings[i].by, n_ended);
@@ -4501,13 +4482,9 @@ static int run_list(List *l) {
     while (admit_lines(l) && run_pass(l->e)) {
         for (int i = 0; i < l->e->n_running;) {  // end_text puts the next one at i
             Text *t = l->e->order[i];
-            if (t->ending == GOES_ON || !end_text(l->e, t)) {
-                i++;
-                continue;
-            }
-            count_text(l, t);
-            writer_end(t->writer);
-            end_line(l, t->slot->number, t, NULL, t->ending == FAILED ? damage_error(l->e) : NULL);
+            const char *error = t->ending == FAILED ? damage_error(l->e) : NULL;
+            if (t->ending == GOES_ON || !end_text(l->e, t)) i++;
+            else end_line(l, t->slot->number, t, NULL, error);
         }
     }
     if (l->tail.n && !interrupted)
@@ -4522,12 +4499,11 @@ static int run_list(List *l) {
 
 enum { KNOWN_AGAIN = 8 };  // whole lines
 
-// Returns whether a line is null, or an object that this program gave its "error". (Another column
-// may hold the same bytes.)
+// Returns whether a line is null, or an object that this program gave its "error".
 static bool lacks_result(App *app, Bytes line) {
     const Json j = {.rest = line, .n = line.n, .text = &app->input};
     return bytes_are(chop(line), "null") || (find_last(line, bytes(":null,\"error\":\"")) &&
-                                             json_member(j, "error").rest.n);
+                                             json_member(j, "error").rest.n);  // its own column
 }
 
 // FILE takes the place of stdout. Its lines are counted, and the last ones are kept.
@@ -4552,10 +4528,9 @@ static void open_out(List *l) {
 
 // Opens the list, and with -w also FILE.
 static List *open_list(App *app) {
-    static List list;
+    static List list, *l = &list;
     const Options *o = &app->options;
     const char *name = o->list ? o->list : o->json_list, *file = o->out;
-    List *l = &list;
     *l = (List){.app = app, .e = &app->engine};
     l->in = (Lines){.fd = file_open(name, false), .name = strcmp(name, "-") ? name : "stdin",
                     .most = fmin(1 << 30, memory_size() / 16)};
@@ -4569,22 +4544,20 @@ static List *open_list(App *app) {
 
 // Skips the lines that FILE has, but for those that run again.
 static void skip_lines(List *l) {
-    const char *file = l->app->options.out;
     const size_t skipped = l->in_file - min_size(l->in_file, KNOWN_AGAIN);
     for (Bytes line; l->read < skipped && next_line(&l->in, &line, true); l->read++, l->written++)
         l->consumed += line.n;
     if (l->failed_in_file)
-        notice("%s: lines without a result, which stay: %zu, the first is line %zu", file,
-               l->failed_in_file, l->first_failed);
+        notice("%s: lines without a result, which stay: %zu, the first is line %zu",
+               l->app->options.out, l->failed_in_file, l->first_failed);
 }
 
 // ------------------------------------------------------------------------------------------------
 // Options: what the command line says
 
 static const char usage[] =  // after the line of --version
-    "Runs Qwen3 language models.\n"
-    "\n"
-    "usage: qwen3 MODEL [options]      MODEL is a .bin file made by export.py\n"
+    "Runs Qwen3 language models. MODEL is a .bin file made by export.py.\n"
+    "usage: qwen3 MODEL [options]\n"
     "\n"
     "  -i TEXT    the prompt; without -i and -f a terminal chats; a pipe is a prompt\n"
     "  -f FILE    the prompt is FILE's text (- is stdin), after -i and an empty line\n"
@@ -4592,8 +4565,7 @@ static const char usage[] =  // after the line of --version
     "  -L FILE    the same, where a line is JSON: a text, an array of messages, or an\n"
     "             object with \"text\" or \"messages\", which comes back with the answer\n"
     "  -w FILE    the list's answers go to FILE; after a cut the same command goes on\n"
-    "  -m MODE    chat, generate (raw completion), embed, tokenize or perplexity\n"
-    "             [what the model is made for: mostly chat]\n"
+    "  -m MODE    chat, generate (raw text), embed, tokenize, perplexity [the model's]\n"
     "  -y TEXT    system prompt (chat) [none]\n"
     "  -r 0|1|N   thinking off, on, or on for at most N tokens (chat) [0]\n"
     "  -o TEXT|TEXT...  how likely each of these answers is; the likeliest is written\n"
@@ -4616,9 +4588,8 @@ static const char usage[] =  // after the line of --version
     "  -h, --version\n"
     "\n"
     "A prompt from both: ls -l | qwen3 model.bin -i \"Which file is the largest?\" -f -\n"
-    "-m chat on a pipe is a conversation, one turn a line. The model's text goes to\n"
-    "stdout, all else to stderr. Exit: 0 success, 1 file, memory or model error,\n"
-    "2 usage error, 130 Ctrl-C.\n";
+    "-m chat on a pipe: each line is a turn. The model's text goes to stdout, all else\n"
+    "to stderr. Exit: 0 success, 1 file, memory, model, 2 usage error, 130 Ctrl-C.\n";
 
 static const struct { const char *others, *here; } hints[] = {
     {" model model-path ", "MODEL without an option"},
@@ -4656,10 +4627,9 @@ static const Option *option_named(const char *arg) {
         if (is_called(arg, options[i].others))
             die_usage("%.80s: unknown option, expected -%c; -h lists all", arg, letter);
     }
-    for (size_t i = 0; i < sizeof(hints) / sizeof(*hints); i++) {
+    for (size_t i = 0; i < sizeof(hints) / sizeof(*hints); i++)
         if (is_called(arg, hints[i].others))
             die_usage("%.80s: unknown option, expected %s", arg, hints[i].here);
-    }
     die_usage("%.80s: unknown option, expected one that -h lists, each by itself", arg);
 }
 
@@ -4684,17 +4654,13 @@ static void set_option(Options *o, const Option *option, const char *value) {
     char range[64], *end = NULL;
     double number = strlen(value);  // of a TEXT or SEED; of the others the value
     errno = 0;
-    if (option->type == TEXT) {
-        *(const char **)place = value;
-    } else if (option->type == MODE) {
+    if (option->type == TEXT) *(const char **)place = value;
+    else if (option->type == INTEGER) number = strtoll(value, &end, 10);
+    else if (option->type == REAL) number = strtod(value, &end);
+    else if (option->type == MODE)
         for (number = 0; number < N_MODES && strcmp(value, modes[(int)number].name);) number++;
-    } else if (option->type == INTEGER) {
-        number = strtoll(value, &end, 10);
-    } else if (option->type == REAL) {
-        number = strtod(value, &end);
-    } else {
-        o->seed = *value == '-' ? (uint64_t)strtoll(value, &end, 10) : strtoull(value, &end, 10);
-    }
+    else if (*value == '-') o->seed = strtoll(value, &end, 10);
+    else o->seed = strtoull(value, &end, 10);
     snprintf(range, sizeof(range), "%.10g to %.10g", option->low, option->high);
     const bool in_range = number >= option->low && number <= option->high;
     if (!in_range || end == value || (end && *end) || (option->type == SEED && errno))
@@ -4716,10 +4682,9 @@ static void split_answers(Options *o) {
         const Bytes choice = {(const uint8_t *)text, n};
         if (n == 0) die_usage("-o: an empty answer, expected TEXT|TEXT...");
         if (find_bad_byte(choice) < n) die_usage("-o: bytes that are no text, expected UTF-8");
-        for (int i = 0; i < o->choices.n; i++) {
+        for (int i = 0; i < o->choices.n; i++)
             if (bytes_equal(bytes_of(&o->choices.p[i].text), choice))
                 die_usage("-o: the answer %.*s twice, expected different ones", (int)n, text);
-        }
         add_choice(&o->choices, choice);
         text += n;
     }

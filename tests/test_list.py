@@ -503,7 +503,7 @@ def test_hints_for_lists_of_other_programs(tiny, data, mode, command):
 @pytest.mark.parametrize("table", ["id,text\n1,Hello\n", '"text","x"\n"a, b","c"\n', "text,id\n1.5,2\n"], ids=ascii)
 def test_hint_for_csv(tiny, table):
     error = run_json(tiny, table.encode(), "-n", 3, status=1)[1]
-    assert error.count(b"CSV") == 1 and error.count(b": line ") == table.count("\n")
+    assert error.count(b"CSV") == 1 and error.count(b": line ") == table.count("\n") + 1
     command = re.search(r"python3 (.*') makes", error.decode())[1]
     data = shell(f"{shlex.quote(sys.executable)} {command}", input=table.encode(), check=True).stdout
     lines, _ = run_json(tiny, data, "-n", 3, "-q")
