@@ -3564,7 +3564,7 @@ typedef struct {   // of a file
     const char *name;
     Buffer data;   // bytes that were read
     size_t end;    // of the last line
-    bool begun;    // a line was taken
+    size_t taken;  // bytes of all lines so far
     bool ended;    // the end of input has come, even if a file or a terminal has more later
     size_t most;   // bytes of a line; of a longer one a few more stay, and its newline
 } Lines;
@@ -3590,9 +3590,9 @@ static bool next_line(Lines *in, Bytes *line, bool wait) {
     const size_t start = in->end;
     in->end = newline ? (size_t)(newline - data->p) + 1 : data->n;
     *line = (Bytes){data->p + start, in->end - start};
-    const char *error = in->begun ? NULL : drop_mark(line);
+    const char *error = in->taken ? NULL : drop_mark(line);
     if (error) die("%s: %s", in->name, error);
-    in->begun = true;
+    in->taken += line->n;
     return line->n > 0;
 }
 
@@ -4200,8 +4200,7 @@ static void json_line(Json *j, Conversation *talk, int kind, Buffer *out) {
     int role = -1;
     for (int i = 0; messages && json_next(j, "]", i == 0); i++) {
         role = json_message(j, talk);
-        json_check(j, role != SYSTEM || i == 0 || j->systems, "role",
-                   "a system message only at the start");
+        json_check(j, role != SYSTEM || i == 0 || j->systems, "role", "system only at the start");
         if (role == SYSTEM && i == 0) conversation_drop(talk, 0, talk->n - 1);  // that of -y
     }
     json_check(j, messages || json_take_string(j), "text or messages",
@@ -4230,7 +4229,6 @@ typedef struct {
     size_t pieces;          // texts that are scored in pieces
     size_t odd;             // lines with what has no effect, or plain ones that look like CSV
     double size;            // bytes of the file, if known
-    double consumed;        // bytes of its lines so far
     // With -w (see Going on with a list):
     size_t in_file;         // whole lines that FILE had
     size_t failed_in_file;  // of these, lines without a result
@@ -4340,10 +4338,9 @@ static const char *take_line(List *l, Bytes *line) {
 // Returns how many bytes are to be encoded: an earlier answer loses its thinking.
 static size_t text_size(const ChatFormat *f, const Conversation *talk) {
     size_t size = 0;
-    for (size_t i = 0; i < talk->n; i++) {
-        const Bytes text = bytes_of(&talk->p[i].text);
-        const bool earlier = talk->p[i].role == ASSISTANT && i + 1 < talk->n;
-        size += text.n - (earlier ? thinking_length(f, text) : 0);
+    for (const Message *m = talk->p; m < talk->p + talk->n; m++) {
+        const bool earlier = m->role == ASSISTANT && m + 1 < talk->p + talk->n;
+        size += m->text.n - (earlier ? thinking_length(f, bytes_of(&m->text)) : 0);
     }
     return size;
 }
@@ -4391,7 +4388,6 @@ static void add_line(List *l, Bytes line) {
     const char *error = encode_line(l, chop(line));
     if (interrupted) return;
     l->read++;
-    l->consumed += line.n;
     if (error || e->mode == TOKENIZE) {
         end_line(l, number, NULL, &app->prompt, error);
     } else {
@@ -4403,7 +4399,7 @@ static void add_line(List *l, Bytes line) {
 // Shows the progress, in texts. Those that run do not count yet: nobody knows how long they get.
 // But the time left is at least the age of the oldest one, which may be the last.
 static void show_texts(const List *l) {
-    const double lines = l->in.ended ? l->read : floor(l->size * l->read / fmax(l->consumed, 1));
+    const double lines = l->in.ended ? l->read : floor(l->size * l->read / fmax(l->in.taken, 1));
     const double all = fmax(lines - l->in_file, 0), time = now(), seconds = time - progress.start;
     const double age = l->e->n_texts > 0 ? time - l->e->order[0]->slot->start : 0;
     const double done = fmax((double)l->read - l->e->n_texts - l->in_file, 0);
@@ -4545,8 +4541,7 @@ static List *open_list(App *app) {
 // Skips the lines that FILE has, but for those that run again.
 static void skip_lines(List *l) {
     const size_t skipped = l->in_file - min_size(l->in_file, KNOWN_AGAIN);
-    for (Bytes line; l->read < skipped && next_line(&l->in, &line, true); l->read++, l->written++)
-        l->consumed += line.n;
+    for (Bytes line; l->read < skipped && next_line(&l->in, &line, true); l->read++) l->written++;
     if (l->failed_in_file)
         notice("%s: lines without a result, which stay: %zu, the first is line %zu",
                l->app->options.out, l->failed_in_file, l->first_failed);
@@ -4638,9 +4633,6 @@ static void set_model(Options *o, const char *arg, const char *before) {
     const char *odd = *arg == '\xE2' ? arg : *before == '\xE2' ? before : NULL;  // U+2000 to U+2FFF
     if (odd)
         die_usage("%.80s: begins with a typographic dash or quote, expected - or \"", odd);
-    if (!o->model && is_called(arg, " run pull serve chat list show ") && !file_mode(arg))
-        die_usage("%s: unexpected, there are no commands: qwen3 MODEL (a .bin file, which "
-                  "export.py makes)", arg);
     if (o->model)
         die_usage("%.80s: unexpected, as MODEL is \"%.99s\"; a prompt goes with -i, in quotes: "
                   "-i \"%.80s\"", arg, o->model, arg);

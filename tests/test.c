@@ -1667,7 +1667,7 @@ static void test_progress_of_a_list(void) {
         l.read = cases[i].read;
         l.in.ended = cases[i].ended;
         l.size = cases[i].size;
-        l.consumed = 2000;
+        l.in.taken = 2000;
         e.n_rows = 1000;
         e.order[0] = &oldest;
         e.n_texts = (int)(cases[i].read - cases[i].done);

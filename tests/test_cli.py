@@ -146,8 +146,6 @@ OTHERS = {  # other programs' options, and what is here
     ("M -qv", ["-qv: ", "each by itself"]), ("M --chat-template a", ["export.py has --chat-template FILE"]),
     ("M -ngl 99", ["-ngl: unknown option", "all runs on the CPU"]),
     *[(f"M {other} 1", [other, f"expected {here}"]) for here in OTHERS for other in OTHERS[here].split()],
-    *[(f"{word} qwen3", [f"{word}: ", "no commands", "qwen3 MODEL", "export.py"])
-      for word in ("pull", "run", "chat", "list")], ("serve", ["serve: ", "no commands"]),
     ("M -t 0,7", ['"0,7"', "point"]), ("M -p 0,9", ['"0,9"', "point"]),
     ("M -r on", ["0 (off), 1 (on) or N", '"on"']), ("M -m %s%n%d", ["%s%n%d"]),
     *[(command, [word, "typographic", "expected - or \""]) for word, command in (
