@@ -4940,8 +4940,7 @@ INLINE float fast_exp(float x) {
     p = mul_add(p, r, 1.6666665459e-1f);
     p = mul_add(p, r, 5.0000001201e-1f);
     p = mul_add(p, r * r, r) + 1;
-    // The bits of `shifted` are 0x4B400000 + n. The shift by 23 drops the former and moves n + 127
-    // into the exponent's place: the float is 2^n.
+    // The bits of `shifted` are 0x4B400000 + n. The shift leaves n + 127, as an exponent: 2^n.
     return p * as_float(((uint32_t)load_i32(&shifted) + 127) << 23);
 }
 
@@ -4962,9 +4961,8 @@ static float max_abs(const float *x, int n) {
     return as_float(max);
 }
 
-// Shifted left by 13, exponent and fraction stand where a float has them. But an exponent e means
-// 2^(e - 15), and there it is read as 2^(e - 127): hence the factor 2^112. The highest exponent, of
-// infinity and NaN, becomes a float's highest.
+// Shifted left by 13, exponent and fraction stand where a float has them. But an exponent e, which
+// means 2^(e - 15), is read as 2^(e - 127): hence 2^112. Infinity and NaN get a float's highest.
 INLINE float half_float(uint16_t half) {
     const uint32_t bits = (half & 0x7FFFu) << 13, sign = (half & 0x8000u) << 16;
     const float value = as_float(bits) * 0x1p112f;
@@ -4980,16 +4978,12 @@ static float *floats(size_t count) { return activations(count, sizeof(float)); }
 #ifdef PLAIN
 #undef SIMD
 #define SIMD "-DPLAIN"
-
 static void start_threads(int count) { (void)count; }
-
 static double position_size(const Config *c) { return 8.0 * c->n_layers * c->kv_dim; }  // State's
 #else  // not PLAIN, up to the end of the section "The work of a layer"
 
 // ------------------------------------------------------------------------------------------------
-// The KV cache
-//
-// The cache is a pool of blocks of BLOCK positions, the floats of a SIMD vector, so memory is
+// The KV cache: a pool of blocks of BLOCK positions, the floats of a SIMD vector. So memory is
 // touched only as positions come into use. For each pair of a layer and a kv head, a block has
 //
 //   keys    (head_dim, BLOCK positions)
@@ -5022,7 +5016,6 @@ static size_t block_at(const Config *c, size_t block, size_t pair) {
 }
 
 static size_t block_size(const Config *c) { return block_at(c, 1, 0); }  // block 1 follows block 0
-
 static double position_size(const Config *c) { return 4.0 * block_size(c) / BLOCK; }
 
 // What a pair has of the block of a text's position pos. From here on, this part is called a block.
@@ -5193,8 +5186,7 @@ typedef struct {           // W[r] . x[t] for a range of rows r and n tokens t
     const Quantized *x;    // (n, cols)
     float *out;            // the result's place: out[t * stride + r - row_begin]
     int stride;
-    int row_begin;
-    int row_end;
+    int row_begin, row_end;
     int n;
     bool add;              // out += instead of out =
     int8_t *unit;          // see unpack_unit
@@ -5253,6 +5245,7 @@ enum { UNIT = 32 };                  // rows that are unpacked at once
 enum { STRIP = TILE_VECS * LANES };  // rows of a tile
 enum { FEW_VECS = PANEL / LANES };   // of a tile of 1 to 3 tokens: a panel's rows
 enum { MOST_VECS = TILE_VECS > (int)FEW_VECS ? TILE_VECS : FEW_VECS };
+enum { BYTES_AHEAD = 7232 };         // that it prefetches (measured): a CPU stops at a page's end
 _Static_assert(UNIT % STRIP == 0 && UNIT % PANEL == 0 && PANEL % LANES == 0, "whole tiles");
 _Static_assert(TILE_TOKENS > 3, "matmul_few has tiles of 1 to 3 tokens, which prefetch more");
 
@@ -5286,9 +5279,6 @@ static __attribute__((noinline)) void put_rows(const Matmul *part, int t, int ro
     for (int i = begin; i < end; i++)
         out[i] = part->add ? out[i] + ((float *)&values)[i] : ((float *)&values)[i];
 }
-
-// The CPU's prefetcher stops at a page's end: a tile for few tokens prefetches so far (measured).
-enum { BYTES_AHEAD = 7232 };
 
 // Multiplies `vecs` vectors of rows, from `row` on, with `tokens` tokens from t on. `flipped` says
 // that the weights are ^ FLIP already. Tokens from n on hold anything (see quantized_init). For a
@@ -5442,20 +5432,17 @@ static void multiply(const Worker *me, float *out, int stride, const Matrix *w, 
     }
 }
 
-// out = W x, or out += W x, for all n tokens: x (n, cols), out (n, w->rows)
-static void matmul_all(const Worker *me, float *out, const Matrix *w, const Quantized *x,
-                       bool add) {
+// y = W x, or y += W x, for all n tokens: x (n, cols), y (n, w->rows)
+static void matmul_all(const Worker *me, float *y, const Matrix *w, const Quantized *x, bool add) {
     SLICES (s, (w->rows + UNIT - 1) / UNIT, 1) {
         const int begin = s.begin * UNIT, rows = min_int(s.end * UNIT, w->rows) - begin;
-        multiply(me, out + begin, w->rows, w, begin, rows, x, me->n, add);
+        multiply(me, y + begin, w->rows, w, begin, rows, x, me->n, add);
     }
 }
 
 // ------------------------------------------------------------------------------------------------
-// Attention
-//
-// A query of attention is one query head of one row. It goes through the positions in spans and
-// keeps the scores of one span only, as attend() does, and as in FlashAttention (arXiv 2205.14135).
+// Attention. A query is one query head of one row. It goes through the positions in spans and keeps
+// the scores of one span only, as attend() does, and as in FlashAttention (arXiv 2205.14135).
 // The queries of a kv head are those of all query heads that share it, row by row. A task is up to
 // ATT_TASK of them, all of one text, so that a span's keys and values (256 KB if head_dim is 128)
 // come to L2 once. A tile has ATT_QUERIES of them (2 if there are at most half as many) and two
@@ -5463,8 +5450,7 @@ static void matmul_all(const Worker *me, float *out, const Matrix *w, const Quan
 //
 // With a cache of 8 bits, a task of up to ATT_QUERIES queries reads packed blocks, because decoding
 // waits for memory. For more (prompts are bound by arithmetic) each span is first unpacked.
-enum { ATT_TASK = 96 };
-enum { SCORE_STRIDE = SPAN + LANES };  // rows a multiple of 1 KB apart would share L1 sets
+enum { ATT_TASK = 96, SCORE_STRIDE = SPAN + LANES };  // rows whole KBs apart would share L1 sets
 _Static_assert(SPAN % 32 == 0 && ATT_TASK % ATT_QUERIES == 0 && (int)BLOCK == LANES, "whole tiles");
 
 typedef struct Task {
@@ -5474,8 +5460,7 @@ typedef struct Task {
     float *sum;              // (ATT_TASK, value_dim)     of the terms times the values, so far
     float *unpacked;         // (SPAN, head_dim + value_dim)  with 8 bits: room for a span as floats
     int n;                   // queries, rounded up to whole tiles: the last one is repeated
-    int start;               // the span: positions start .. end - 1, start a multiple of SPAN
-    int end;
+    int start, end;          // the span: positions start .. end - 1, start a multiple of SPAN
     const float *block[SPAN / BLOCK];  // those of the span
     float *out[ATT_TASK];    // (head_dim)                each query's place in Worker.a
     int len[ATT_TASK];       // positions that each query sees, its own and those before; ascending
@@ -5531,8 +5516,7 @@ INLINE void score_tile(const Task *task, int r, int pos, const int queries, cons
     }
 }
 
-// `span` is two vectors of query r's sums, from column vector j on. Adds its positions from pos on,
-// and then all to what earlier spans summed.
+// Adds positions from pos on to `span`, two vectors of query r's sums from j on, then it to `sum`.
 INLINE void add_rest(const Task *task, int r, int j, int pos, VecF *span, const bool packed) {
     const size_t first = task->c->head_dim + j * BLOCK;
     const float *term = task->score + r * SCORE_STRIDE;
@@ -5599,9 +5583,8 @@ static void span_softmax(Task *task) {
 // `queries` and `packed` are constants. A tile of scores that sees no position is left out.
 INLINE void attend_span(Task *task, const int queries, const bool packed) {
     for (int pos = task->start; pos < task->end; pos += 2 * BLOCK) {
-        for (int r = 0; r < task->n; r += queries) {
+        for (int r = 0; r < task->n; r += queries)
             if (pos < task->len[r + queries - 1]) score_tile(task, r, pos, queries, packed);
-        }
     }
     span_softmax(task);
     for (int j = 0; j < value_dim(task->c) / LANES; j += 2) {
@@ -5627,10 +5610,9 @@ static void take_queries(const Worker *me, int kv_head, int first, int count) {
     memset(task->sum, 0, (size_t)task->n * value_dim(c) * sizeof(float));
 }
 
-// Attention of these queries, all of one text
-static void attend_task(const Worker *me, int kv_head, int first, int count) {
+// Attention of these queries, all of the text that has these blocks
+static void attend_task(const Worker *me, int kv_head, const int *blocks, int first, int count) {
     const Config *c = me->c;
-    const int *blocks = me->p->rows[first / (c->n_heads / c->n_kv_heads)].blocks;
     const bool few = 2 * count <= ATT_QUERIES, packed = c->cache_bits == 8 && count <= ATT_QUERIES;
     Task *task = me->task;
     task->n = round_up(count, few ? 2 : ATT_QUERIES);
@@ -5664,15 +5646,14 @@ static void attend_all(const Worker *me) {
             const int *blocks = rows[first / per_kv].blocks;
             for (count = 1; count < most && rows[(first + count) / per_kv].blocks == blocks;)
                 count++;
-            attend_task(me, i / n, first, count);
+            attend_task(me, i / n, blocks, first, count);
         }
     }
 }
 
 // ------------------------------------------------------------------------------------------------
-// The work of a layer, for all rows: the bits of run_layer(), because each sum has its order.
-//
-// Heads, SwiGLU and experts: each thread computes some rows of a matrix at a time for all rows of
+// The work of a layer, for all rows: the bits of run_layer(), because each sum has its order. Of
+// heads, SwiGLU and experts, each thread computes some rows of a matrix at a time for all rows of
 // the batch, so that the weights are read once, and goes on while the result is in its caches.
 
 // h = rmsnorm(x, w), h8 = Q8(h)
@@ -5799,8 +5780,7 @@ static void experts_all(const Worker *me) {
         if (!choose_experts(me->c, r->router_out + at, r->share + at)) h[0] = NAN;
     }
     EACH (once, 1, 1) route(me);  // one thread alone
-    const int n_chosen = r->n_chosen;
-    EACH (i, r->place[n_chosen], 16) {  // a whole vector: int8, scale and bias_fix
+    EACH (i, r->place[r->n_chosen], 16) {  // a whole vector: int8, scale and bias_fix
         const Quantized from = from_token(&me->h8, r->token[i]), to = from_token(&r->h8, i);
         memcpy(to.int8, from.int8, to.stride * 4);
     }
@@ -5892,13 +5872,12 @@ static void state_init(Model *m) {
     const int group = c->group_size, half = c->head_dim / 2, context = s->context;
     const size_t size = (size_t)c->n_layers * c->kv_dim * sizeof(float);
     const char *cache = no_cache(c, 2.0 * context * size);
-    *s = (State){.x = floats(c->dim), .cos = floats(half), .sin = floats(half),
-                 .h = floats(c->dim), .h8 = q8_init(c->dim, group), .q = floats(c->q_dim),
-                 .a = floats(c->q_dim), .a8 = q8_init(c->q_dim, group),
-                 .gate = floats(c->hidden_dim), .up = floats(c->hidden_dim),
-                 .gate8 = q8_init(c->hidden_dim, group), .router_out = floats(c->n_experts),
-                 .share = floats(c->n_experts), .y = floats(c->dim), .out = floats(c->dim),
-                 .logits = floats(c->vocab_size), .context = context,
+    *s = (State){.x = floats(c->dim), .cos = floats(half), .sin = floats(half), .h = floats(c->dim),
+                 .h8 = q8_init(c->dim, group), .q = floats(c->q_dim), .a = floats(c->q_dim),
+                 .a8 = q8_init(c->q_dim, group), .gate = floats(c->hidden_dim), .context = context,
+                 .up = floats(c->hidden_dim), .gate8 = q8_init(c->hidden_dim, group),
+                 .router_out = floats(c->n_experts), .share = floats(c->n_experts),
+                 .y = floats(c->dim), .out = floats(c->dim), .logits = floats(c->vocab_size),
                  .keys = alloc(context, size, cache), .values = alloc(context, size, cache)};
 }
 
@@ -5939,10 +5918,9 @@ static Pass *pass_init(const Model *m, int batch, int logit_rows, int texts) {
                          .token = activations(chosen, sizeof(int)),
                          .h8 = c->n_experts ? quantized_init(chosen, c->dim, group) : shared.h8};
     *p = (Pass){.m = m, .batch = batch, .logit_rows = logit_rows, .n_blocks = n_blocks,
-                .block_len = BLOCK, .draft_rows = TILE_TOKENS,
+                .block_len = BLOCK, .draft_rows = TILE_TOKENS, .rows = activations(n, sizeof(Row)),
                 .cache = alloc(n_blocks, cache, no_cache(c, n_blocks * (double)cache)),
-                .rows = activations(n, sizeof(Row)), .cos = floats(n * half),
-                .sin = floats(n * half), .x = floats(n * c->dim),
+                .cos = floats(n * half), .sin = floats(n * half), .x = floats(n * c->dim),
                 .logits = floats((size_t)logit_rows * c->vocab_size),
                 .workers = activations(n_threads, sizeof(Worker))};
     for (int i = 0; i < n_threads; i++) {
@@ -5952,9 +5930,9 @@ static Pass *pass_init(const Model *m, int batch, int logit_rows, int texts) {
         own->unit = activations(UNIT, widest + widest / group * sizeof(float));
         own->task = activations(1, sizeof(Task));
         *own->task = (Task){.c = c, .score = floats(ATT_TASK * SCORE_STRIDE),
-                                     .q = floats(ATT_TASK * c->head_dim),
-                                     .sum = floats(ATT_TASK * value_dim(c)),
-                                     .unpacked = floats(SPAN * (c->head_dim + value_dim(c)))};
+                            .q = floats(ATT_TASK * c->head_dim),
+                            .sum = floats(ATT_TASK * value_dim(c)),
+                            .unpacked = floats(SPAN * (c->head_dim + value_dim(c)))};
     }
     return p;
 }
@@ -6233,8 +6211,8 @@ static Bytes file_map(const char *path) {
     void *p = mmap(NULL, size, PROT_READ, MAP_SHARED, fd, 0);
     if (p == MAP_FAILED) die("%s: can't be mapped: %s", path, strerror(errno));
     close(fd);
-    // Of 2 MB, if the file system has them: fewer TLB misses. Not if memory may be too small for
-    // the model: an expert's matrix, often of less than 1 MB, would read more.
+    // Fewer TLB misses, if the file system has such. But if memory is too small for the model, an
+    // expert's matrix, often of less than 1 MB, would read more.
     if (size < 0.75 * memory_size()) use_huge_pages(p, size);
     return (Bytes){p, size};
 }
