@@ -334,13 +334,13 @@ def test_places_to_change_are_there():
 
 
 def test_budgets():
-    """Of lines, as CONTRIBUTING.md has them: of the files, and of the parts of qwen3.c, which add up."""
+    """Of lines, as CONTRIBUTING.md has them: of files, some together, and of the parts of qwen3.c, which add up."""
     text = CONTRIBUTING.read_text()
-    rows = re.findall(r"^\| `([\w.]+)` \| ([\d,]+) \|$", text, re.M)
+    rows = re.findall(r"^\| `([\w./*]+)` \| ([\d,]+) \|$", text, re.M)
     budgets = {name: int(lines.replace(",", "")) for name, lines in rows}
-    assert [name for name, _ in rows] == ["qwen3.c", "export.py", "README.md"]
+    assert [name for name, _ in rows] == ["qwen3.c", "export.py", "README.md", "tests/test_*.py"]
     for name, most in budgets.items():
-        assert (ROOT / name).read_bytes().count(b"\n") <= most, name
+        assert 0 < sum(path.read_bytes().count(b"\n") for path in ROOT.glob(name)) <= most, name
     most = [int(lines.replace(",", "")) for lines in
             re.search(r"Part I has ([\d,]+), Part II ([\d,]+) and Part III ([\d,]+)\.", text).groups()]
     assert sum(most) == budgets["qwen3.c"]
