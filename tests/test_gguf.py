@@ -88,13 +88,15 @@ def test_a_stored_classifier_is_shared_if_it_is_the_embedding(checkpoint, make, 
     ("Q5_0", "Q8_0", 0, "output"), ("Q8_0", "Q4_0", 0, "token_embd"), ("Q4_0", "F16", 0, "output"),
     ("F16", "F32", 0, None),        # floats are equal or two tables
     ("Q4_1", "Q5_1", 0.3, None),    # a classifier that was trained on, and unrelated ones
-    ("Q5_0", "Q8_0", 0.2, None), ("Q8_0", "Q8_0", 0.01, None), ("Q4_0", "Q8_0", 3, None)])
+    ("Q5_0", "Q8_0", 0.2, None), ("Q8_0", "Q8_0", 0.01, None), ("Q4_0", "Q8_0", 3, None),
+    ("Q5_0", "Q8_0", "of <|im_end|>", None)])  # a row that was trained alone
 def test_the_better_one_of_two_tables_stays(checkpoint, make, run, tmp_path, embedding, output, noise, shared):
     """If the classifier is the embedding in another kind; else both."""
     ck = checkpoint("F32")
     rng, x = np.random.default_rng(5), ck.tensors["embed_tokens.weight"]
     ck.tensors["embed_tokens.weight"] = x = rng.standard_normal(x.shape, np.float32)
-    y = x * (1 + noise * rng.standard_normal(x.shape, np.float32))
+    y = x * (1 + (0 if isinstance(noise, str) else noise) * rng.standard_normal(x.shape, np.float32))
+    y[ck.eos] = x[5] if isinstance(noise, str) else y[ck.eos]
     tables = {f"{name}.weight": (gguf.quantize(z, Kind[kind]), Kind[kind])
               for name, z, kind in (("token_embd", x, embedding), ("output", y, output))}
     status, err = run(make(ck, tensors=tables), "out.bin", "--group-size", 32)

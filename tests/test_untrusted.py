@@ -140,6 +140,14 @@ def test_gguf_s_tensor(run, tmp_path, data, said):
     refused(run("m.gguf"), said)
 
 
+def test_gguf_s_tensors_that_overlap(run, tmp_path):
+    """A small file would be many large tensors."""
+    entries = b"".join(struct.pack("<Q1sI2QIQ", 1, name, 2, 32, 32, 0, 0) for name in (b"a", b"b"))
+    head = struct.pack("<4sI2Q", b"GGUF", 3, 2, 0) + entries
+    (tmp_path / "m.gguf").write_bytes(head.ljust(-(-len(head) // 32) * 32) + bytes(4096))
+    refused(run("m.gguf"), "m.gguf: tensors that overlap, expected 8192 bytes or more, found 4")
+
+
 @pytest.mark.parametrize("path", ["../outside", "/tmp", "1_Pooling/../../outside", ".."])
 def test_modules_outside_the_checkpoint(checkpoint, run, tmp_path, path):
     ck = sentence_transformers(checkpoint(), LAST, "Transformer", "Pooling")
