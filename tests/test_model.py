@@ -1,5 +1,4 @@
 """The forward pass of exported random checkpoints, against tests/reference.py, which reads the checkpoint itself.
-
 The texts are drawn from the model under test, so that their likelihood is high and mistakes lower it, by 0.07 and
 more; the likelihood of a foreign text hardly moves.
 """

@@ -1,6 +1,5 @@
 """Every command of the READMEs runs as it stands there, in a folder where the real model is the tiny one and some
 programs are substitutes. What they name is there, and the table of models is what its formula gives.
-
 A command is a line of a code block, fenced or indented (if some begin with `$ `, only these), or inline code that
 begins with a program, perhaps after NAME=VALUE.
 """
