@@ -838,7 +838,7 @@ static void encode_raw(const Tokenizer *tok, Bytes text, Ids *out) {
 // HF's order. (The likeliest token each time would make a dull text that repeats itself.) Top-k and
 // top-p cut off the very many unlikely tokens: else one of them would be drawn now and then. Tokens
 // are ordered by probability, of equal ones the lower id first. Nothing is sorted: each step is a
-// loop over the vocabulary that compilers vectorize, and mostly takes as long for any probabilities.
+// loop over the vocabulary that compilers vectorize. Most take as long for any probabilities.
 
 typedef struct {
     float temperature;  // divides the logits: < 1 favours likely tokens; 0: always the likeliest
