@@ -1244,8 +1244,7 @@ typedef struct {       // a token of a text, in a pass
     const Text *text;
 } Row;
 
-// A pass runs rows, a token each. The rows of a text are consecutive tokens; those of the next text
-// come after them.
+// A pass runs rows, a token each: consecutive tokens of a text, then those of the next text.
 typedef struct Pass {
     const Model *m;
     int batch;         // the most rows (option -b)
@@ -1255,8 +1254,7 @@ typedef struct Pass {
     int draft_rows;    // how many rows run in about the time of one
     float *cache;      // (n_blocks) see The KV cache, Part III
     Row *rows;         // (batch)
-    float *cos;        // (batch, head_dim / 2)  as in State, for each row
-    float *sin;        // (batch, head_dim / 2)
+    float *cos, *sin;  // (batch, head_dim / 2)  as in State, for each row
     float *x;          // (batch, dim)
     float *logits;     // (logit_rows, vocab_size)
     struct Worker *workers; // (threads) Part III only, like the next two
@@ -1268,10 +1266,9 @@ typedef struct Pass {
 // `texts` texts of up to State.context positions: of fewer if memory is short, but at least of one.
 static Pass *pass_init(const Model *m, int batch, int logit_rows, int texts);
 
-// forward() for Pass.rows 0 .. n - 1, n <= batch: the same bits. In a layer, a row needs the k and
-// v of the rows before it, which stand in the cache by then, and nothing of other texts. The cache
-// must hold the positions before them. In the end the rows that are needed, with their x after the
-// last layer, are moved to the front: so classify finds them side by side. False: Ctrl-C came.
+// forward() for Pass.rows 0 .. n - 1, n <= batch: the same bits. The cache must hold the positions
+// before them. In the end the rows that are needed, with their x after the last layer, are moved to
+// the front: so classify finds them side by side. False: Ctrl-C came.
 static bool forward_rows(Pass *p, int n);
 
 // compute_logits() for rows 0 .. n - 1, n <= logit_rows. Returns Pass.logits.
@@ -1280,8 +1277,7 @@ static float *classify(Pass *p, int n);
 // All threads run job(arg), and on_all_threads returns when the last has. They share its loops EACH
 // and SLICES: each item of 0 .. count - 1 is run by one of them, and none goes on before all items
 // are done. A slice begins at a multiple of `chunk`. Such a loop must not be left by break or
-// return. The main thread may also call a job directly: then it runs all items. (If a thread leaves
-// the job early, the others do its part.)
+// return. A thread may leave the job; the main thread may call it directly, and runs all items.
 typedef void (*Job)(void *arg);
 static void on_all_threads(Job job, void *arg);
 typedef struct { int begin, end; } Slice;  // items begin .. end - 1
@@ -1306,9 +1302,7 @@ static volatile sig_atomic_t patience = -1;
 enum { EXIT_USAGE = 2, EXIT_INTERRUPT = 130, HUGE_PAGE = 1 << 21 };
 
 static bool quiet;  // -q: only errors on stderr
-
 __attribute__((format(PRINTF, 1, 2))) static void report(const char *fmt, ...);
-
 #define die_usage(...) (report(__VA_ARGS__), exit(EXIT_USAGE))  // an error in the command line
 #define notice(...) (quiet ? (void)0 : report(__VA_ARGS__))     // worth knowing, but not an error
 
@@ -1371,7 +1365,6 @@ static bool bytes_equal(Bytes a, Bytes b) {
 }
 
 static bool bytes_are(Bytes text, const char *word) { return bytes_equal(text, bytes(word)); }
-
 INLINE int max_int(int a, int b) { return a > b ? a : b; }
 INLINE int round_up(int n, int unit) { return (n + unit - 1) / unit * unit; }
 
@@ -1531,9 +1524,8 @@ static void check_config(const Cursor *in, const Config *c) {
     RULE(n_experts, experts * most_cols <= 1 << 30, "at most 2^30 rows in all experts");
     RULE(no_topk_norm, !c->no_topk_norm || experts, "0 without experts");
     RULE(eight_bits, !c->eight_bits || c->layer_bits == 4, "0 without four bits");
-    for (int i = 1; i < 16 && c->layer_bits == 4; i++) {
+    for (int i = 1; i < 16 && c->layer_bits == 4; i++)
         RULE(levels[i], c->levels[i] > c->levels[i - 1], "ascending ones");
-    }
 }
 
 static const float *take_floats(Cursor *in, uint64_t count, const char *what) {
@@ -1541,9 +1533,8 @@ static const float *take_floats(Cursor *in, uint64_t count, const char *what) {
     return count ? take(in, count * sizeof(float)) : NULL;
 }
 
-// Takes a matrix's words, or its scales: n in a row, of `size` bytes. An older file has one row
-// after the other. Copies these into panels at in->panels, if that is not NULL. (If the compiler
-// knows `size`, memcpy is one move.)
+// Takes a matrix's words, or its scales: n in a row, of `size` bytes (constant: memcpy is a move).
+// An older file has one row after the other: copies these into panels at in->panels, if not NULL.
 INLINE const void *take_panels(Cursor *in, const Config *c, int rows, size_t n, const int size) {
     const uint64_t padded = round_up(rows, PANEL) * n * size;
     const char *from = take(in, c->panels ? padded : rows * n * size);
@@ -1597,14 +1588,12 @@ static void take_weights(Cursor *in, Config *c, Weights *w) {
     EACH_LAYER.bv = take_floats(in, c->qkv_bias ? c->kv_dim : 0, "bv");
 }
 
-// Maps the file. The weights stay there. Of these only the routers are checked: all could take a
-// minute, and logits that are not finite say that one is bad. Returns a Cursor at the first weight,
-// with the size of all matrices in panels.
+// Maps the file. The weights stay there. Only routers are checked: all could take a minute, and
+// logits that are not finite say that one is bad. Returns a Cursor at the weights, with their size.
 static Cursor model_map(Model *m, const char *path) {
     Config *c = &m->config;
     const Bytes file = file_map(path);
-    Cursor in = {.file = path, .part = "the header", .rest = file,
-                 .hint = "copy or export it again"};
+    Cursor in = {path, "the header", file, .hint = "copy or export it again"};
     take_header(&in, c);
     check_config(&in, c);
     m->weights.layers = alloc(c->n_layers, sizeof(Layer), "the layers");
@@ -1612,10 +1601,9 @@ static Cursor model_map(Model *m, const char *path) {
     take_weights(&in, c, &m->weights);
     if (in.rest.n != 0)
         die("%s: wrong size, expected %zu bytes, found %zu", path, file.n - in.rest.n, file.n);
-    for (int l = 0; l < c->n_layers && c->n_experts; l++) {
+    for (int l = 0; l < c->n_layers && c->n_experts; l++)
         if (!isfinite(sum_double(m->weights.layers[l].router, c->n_experts * c->dim)))
             die("%s: bad router of layer %d, expected finite numbers, found others", path, l);
-    }
     weights.size = in.size;
     return weights;
 }
@@ -1634,8 +1622,7 @@ static void make_panels(Model *m, Cursor in) {
 
 // ------------------------------------------------------------------------------------------------
 // The tokenizer file, model.bin.tokenizer: u32 max_token_length (not used: some files count
-// characters), u32 bos id (used where there is no <|endoftext|>), u32 eos id; then for each token
-// from id 0 on
+// characters), u32 bos id (used without <|endoftext|>), u32 eos id; then for each id from 0 on
 //
 //   f32 score     higher scores merge first; -1e6 or less: never comes out of a merge
 //   u32 length
@@ -1644,8 +1631,7 @@ static void make_panels(Model *m, Cursor in) {
 // A file of the older qwen3.c ends here, perhaps before vocab_size: the other tokens have no text.
 // After exactly vocab_size tokens, export.py appends an extension: "q3tx", u32 version 1, u32
 // length of the rest, then sections (see take_section), each at most once: a tag of 4 bytes, u32
-// length, payload.
-// The Unicode data is that of HF's tokenizers package, so that ids agree on every text.
+// length, payload. The Unicode data is that of HF's tokenizers package, so that ids agree.
 
 // What a file may ask for, so that none takes all time or memory
 enum { LONGEST = 1024, LONGEST_ADDED = 128,  // bytes of a token, of an added token
@@ -1658,8 +1644,7 @@ enum { LAST_CHAR = 0x10FFFF, BAD_BYTE, N_CHARS = BAD_BYTE + 256, CHAR_MASK = (1 
 // it with the one before; from CCC_SHIFT on its combining class (ccc)
 enum { CLASS_MASK = 3, NFC_SHIFT = 2, CCC_SHIFT = 8 };
 
-// -m; a file's section mode has these numbers
-typedef enum { CHAT, GENERATE, TOKENIZE, PERPLEXITY, EMBED, N_MODES } Mode;
+typedef enum { CHAT, GENERATE, TOKENIZE, PERPLEXITY, EMBED, N_MODES } Mode;  // numbers of files
 
 typedef struct {  // rows of a table (see take_rows), or characters that NFC puts in order
     uint64_t *p;
@@ -1676,13 +1661,12 @@ typedef struct Tables {
     bool added_start[256]; // the bytes that added tokens begin with
     bool added_length[LONGEST_ADDED + 1];  // the numbers of bytes that they have
     bool has_classes;      // from the file; older ones: ASCII's are known, all others are letters
-    bool lacks_nfc;        // an older file has deco in place of nfcq, nfcd and nfcc: texts stay as
-                           // they are
+    bool lacks_nfc;        // an older file has deco, not nfcq, nfcd, nfcc: texts stay as they are
     bool guessed_chat;     // the chat template is more than fixed strings: it is taken for ChatML
     uint16_t chars[N_CHARS];  // what each character is
-    Keys parts;           // nfcd: a character with a canonical decomposition, 0 to 3, the part of
+    Keys parts;            // nfcd: a character with a canonical decomposition, 0 to 3, the part of
                            // that number. Not Hangul syllables, which would only compose again
-    Keys pairs;           // nfcc: two characters, and the one that NFC makes of them
+    Keys pairs;            // nfcc: two characters, and the one that NFC makes of them
     Mode mode;             // what the model is made for
     bool systems;          // a chat's later system messages are rendered as the first one
     Bytes from;            // what it was exported from, and how
@@ -1898,10 +1882,9 @@ static void index_tokens(Tokenizer *tok, const char *file) {
         if (*slot == 0 && (added || ordinary)) *slot = id + 1;
         if (added) tok->tables->added_start[s.p[0]] = tok->tables->added_length[s.n] = true;
     }
-    for (int i = 0; i < 256; i++) {
+    for (int i = 0; i < 256; i++)
         if (token_find(tok, (Bytes){(uint8_t[]){i}, 1}, false) < 0)
             die("%s: no token for byte 0x%02x, expected all 256; is it another model's?", file, i);
-    }
 }
 
 // ChatML, which all Qwen models speak: for files without a chat format. Where the vocabulary has
@@ -1934,8 +1917,7 @@ static void take_tokens(Cursor *in, Tokenizer *tok) {
 }
 
 static void tokenizer_load(Tokenizer *tok, const char *file, int vocab_size) {
-    Cursor in = {.file = file, .part = "the header", .rest = file_map(file),
-                 .hint = "is it another model's, or cut?"};
+    Cursor in = {file, "the header", file_map(file), .hint = "is it another model's, or cut?"};
     Tables *tables = alloc(1, sizeof(Tables), "the tokenizer");
     tables->advice = (Sampler){.temperature = 0.6f, .top_p = 0.95f, .top_k = 20, .repetition = 1};
     *tok = (Tokenizer){.vocab_size = vocab_size, .tables = tables,
@@ -1960,9 +1942,8 @@ static void tokenizer_load(Tokenizer *tok, const char *file, int vocab_size) {
     int usual[] = {eos, tok->end_of_text, token_find(tok, bytes("<|im_end|>"), true)};
     const Ids stop = tok->stop.n ? tok->stop : (Ids){usual, 3, 3};
     tok->stop.n = 0;  // each once, because given answers add up the probabilities of all
-    for (size_t i = 0; i < stop.n; i++) {
+    for (size_t i = 0; i < stop.n; i++)
         if (stop.p[i] >= 0 && !is_stop(tok, stop.p[i])) ids_add(&tok->stop, stop.p[i]);
-    }
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -2100,9 +2081,7 @@ static void normalize(const Tokenizer *tok, Buffer *out, Bytes text) {
 // Merging the tokens of a piece
 
 #ifdef PLAIN
-static void merge_piece(const Tokenizer *tok, Bytes piece, Ids *out) {
-    encode_piece(tok, piece, out);
-}
+static void merge_piece(const Tokenizer *tok, Bytes s, Ids *out) { encode_piece(tok, s, out); }
 #else
 // A token of a piece while it merges, known by where its bytes begin. The 2 n nodes of n bytes are
 // a tree of what merges next. Leaf n + i has in its high bits the priority of symbol i with the
@@ -2123,9 +2102,8 @@ static void update_symbol(const Tokenizer *tok, Symbol *s, Bytes piece, uint32_t
     const uint32_t bits = (uint32_t)load_i32(&priority);
     const uint32_t order = bits ^ (bits >> 31 ? UINT32_MAX : 0x80000000);  // grows with it
     s[n + begin].node = id < 0 ? 0 : (uint64_t)order << 32 | (n - begin);
-    for (uint32_t i = n + begin; i > 1; i /= 2) {
+    for (uint32_t i = n + begin; i > 1; i /= 2)
         s[i / 2].node = s[i].node > s[i ^ 1].node ? s[i].node : s[i ^ 1].node;
-    }
 }
 
 static void merge_piece(const Tokenizer *tok, Bytes piece, Ids *out) {
@@ -2142,9 +2120,8 @@ static void merge_piece(const Tokenizer *tok, Bytes piece, Ids *out) {
         update_symbol(tok, s, piece, i);
         update_symbol(tok, s, piece, merged);
     }
-    for (uint32_t i = 0; i < n; i = s[i].next) {
+    for (uint32_t i = 0; i < n; i = s[i].next)
         ids_add(out, token_find(tok, (Bytes){piece.p + i, s[i].next - i}, false));
-    }
     free(s);
 }
 #endif
@@ -2177,12 +2154,12 @@ static const struct {
 //   | run        | wait to run     | free                       |
 //   | first come ...     last come | ended last ... ended first |
 //
-// The next text gets the last place, order[most_texts]. So there is one place more than there are
-// texts that run or wait: the text that ended last is always there, and a new one may share its
-// beginning.
+// The next text gets the last place, order[most_texts]. This one is more than texts run or wait: so
+// the text that ended last is always there, and a new one may share its beginning.
 
 enum { MOST_TEXTS = 32 };              // that run together
 enum { THINKS = -2, FIRST_IDS = -1 };  // Slot.choice before the given answers are scored
+enum { ANY_STOP = -1 };                // a given answer's last id: any stop id. It never runs.
 enum { BY_BUDGET = GOES_ON, NOT_CLOSED = INTERRUPTED };  // Slot.closed_by: -r N did it; nothing did
 
 typedef struct Choice {  // a given answer
@@ -2201,8 +2178,7 @@ typedef struct Choices {
 typedef struct Slot {  // what Part II keeps of a text, beside Text
     const struct Engine *engine;
     struct {           // memory of the place, which the next text there uses again
-        Ids all;       // the prompt, with room for context + 1 more ids: so Text.ids, which is a
-                       // part of it, never moves
+        Ids all;       // the prompt, with room for context + 1 ids: Text.ids, a part, never moves
         Buffer out;    // the answer of a text in a list, or an embedding
         Choices choices;  // the given answers: with -o @NAME its own, else those of all texts
         double *nll;   // (choices.n) -log of their probabilities
@@ -2226,8 +2202,6 @@ typedef struct Slot {  // what Part II keeps of a text, beside Text
     int guesses;       // so many ids after the text were guessed for this pass
     int right;         // of these, so many have been drawn
 } Slot;
-
-enum { ANY_STOP = -1 };  // as the last id of a given answer: any stop id. It never runs.
 
 typedef struct Engine {
     Model model;
@@ -2325,8 +2299,7 @@ static void drop_after(Engine *e, Text *t, size_t n) {
 }
 
 // Gives a text the blocks that it lacks for its ids and `more`. Returns false, and gives none, if
-// fewer than `spare` blocks would stay unused. Other texts that do not run lose theirs if need be,
-// even if it fails.
+// fewer than `spare` would stay unused. Even then, texts that do not run may have lost theirs.
 static bool take_blocks(Engine *e, Text *t, int more, int spare) {
     const size_t len = e->pass->block_len;
     const size_t n = min_size(t->ids.n + more, t->context);  // the last id may not fit, nor run
@@ -2361,18 +2334,9 @@ static Text *find_alike(Engine *e, Text *t, size_t *same) {
     return best;
 }
 
-// Shares the first blocks of a text with t: so much of t counts as run.
-static void share_blocks(Engine *e, Text *t, const Text *other, int count) {
-    Slot *slot = t->slot;
-    drop_after(e, t, 0);
-    while (slot->n_blocks < count) take_block(e, t, other->slot->own.blocks[slot->n_blocks]);
-    t->n_run = (size_t)count * e->pass->block_len;
-}
-
 // Starts the first text that waits. The ids that it shares count as run. Returns false if it goes
 // on waiting: for another text that will soon run a block or more of the same ids, or for blocks.
-// Beside its own, one must be left for each running text because that may soon need it. Alone it
-// may take all.
+// Beside its own, one must be left for each text that runs and may need it. Alone it takes all.
 static bool start_text(Engine *e) {
     Text *t = e->order[e->n_running];
     Slot *slot = t->slot;
@@ -2381,7 +2345,11 @@ static bool start_text(Engine *e) {
     const size_t len = e->pass->block_len, run = min_size(same, alike->n_run);
     const int whole = (int)(run / len), *theirs = alike->slot->own.blocks;
     if (same >= alike->n_run + len) return false;
-    if (alike != t) share_blocks(e, t, alike, whole);
+    if (alike != t) {
+        drop_after(e, t, 0);
+        while (slot->n_blocks < whole) take_block(e, t, theirs[slot->n_blocks]);
+        t->n_run = whole * len;
+    }
     if (!take_blocks(e, t, 0, e->n_running ? e->n_running + 1 : 0)) return false;
     // take_blocks may have dropped this block of `alike`, but its keys and values are still there.
     if (alike != t && run % len) {
@@ -2495,8 +2463,7 @@ static float *logits_of(const Engine *e, int row) {
 
 // Draws the next id. If it was guessed, the row of the guess has run, too: its logits give the id
 // after it, and so on. Another id takes the place of the guess. Later its keys and values replace
-// those of the guess in the cache, and draft_texts forgets the guesses after it. (draft_text
-// guesses no more than fit.) So guesses save passes and change no id.
+// those of the guess in the cache, and draft_texts forgets the guesses after it.
 static void draw(const Engine *e, Text *t) {
     Slot *slot = t->slot;
     for (int row = slot->first; !interrupted; row++) {
@@ -2598,10 +2565,9 @@ static void progress_end(void) {
 // Shows `label`, the rate of about `tokens` tokens, and the time for the rest: `part` of the work
 // is done (0: unknown), and the rate stays. (A prompt takes longer: attention reads more and more.)
 static void progress_show(double tokens, double part, const char *label) {
-    const double time = now(), seconds = time - progress.start, rate = tokens / seconds;
-    if (quiet || seconds < 2 || time < progress.painted + 0.1 || !is_terminal(STDERR_FILENO))
-        return;
-    progress.painted = time;
+    const double t = now(), seconds = t - progress.start, rate = tokens / seconds;
+    if (quiet || seconds < 2 || t < progress.painted + 0.1 || !is_terminal(STDERR_FILENO)) return;
+    progress.painted = t;
     progress.shown = true;
     fprintf(stderr, "\r%s, %.*f tokens/s", label, rate < 999.95, rate);
     if (part > 0) fprintf(stderr, ", %.0f s left", seconds * (1 / part - 1));
