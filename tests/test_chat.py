@@ -90,12 +90,12 @@ def test_a_user_who_types_control_tokens(chain, tokenizer):
 
 def test_the_conversation_is_reused_up_to_the_last_answer(chain):
     """A template without thinking: all of the earlier turns is in the cache."""
-    result = chat(chain("Ċ", "a", "b", "c", END), b"one\n" * 20)
+    result = chat(chain("Ċ", "a", "b", "c", END, max_len=3000), b"one\n" * 60, "-c", 0)
     turns = [(int(p), int(c)) for p, c, _, _ in STATS.findall(result.stderr)]
-    assert len(turns) == 20
+    assert len(turns) == 60
     assert all(cached >= prompt + 3 for (prompt, _), (_, cached) in zip(turns, turns[1:]))
     rates = [float(rate) for rate in re.findall(rb"prompt \d+ tokens at ([\d.]+)/s", result.stderr)]
-    assert max(rates[10:]) > 5 * rates[0]               # what is cached counts
+    assert max(rates[30:]) > 3 * max(rates[:5])         # what is cached counts
 
 
 def test_newlines(chain):
