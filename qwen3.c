@@ -3951,7 +3951,7 @@ typedef struct {
     const char *error;      // or NULL; of this copy alone: after it nothing is taken any more
     Buffer *text;           // the last string: one buffer for all copies of a Json
     const uint8_t *string;  // where it begins
-    bool systems;           // a system message need not be the first
+    const Tokenizer *tok;   // of the messages
     Buffer ignored;         // names of members that have no effect, each after ", "
 } Json;
 
@@ -4090,6 +4090,9 @@ static int json_message(Json *j, Conversation *talk) {
     while (role >= 0 && !bytes_are(bytes_of(j->text), roles[role])) role--;
     json_check(j, *j->rest.p == '{', "messages", "one, {\"role\": ..., \"content\": ...}");
     json_check(j, role >= 0, "role", "system, user or assistant");
+    Message *last = talk->n ? &talk->p[talk->n - 1] : NULL;
+    if (last && last->role == ASSISTANT)  // an earlier answer loses its thinking
+        buffer_cut(&last->text, thinking_length(&j->tok->chat, bytes_of(&last->text)));
     Buffer *text = &conversation_add(talk, role, (Bytes){0})->text;
     if (json_take_string(&content)) buffer_add(text, bytes_of(j->text));
     else if (json_take(&content, "[")) json_parts(j, content, text);
@@ -4166,12 +4169,12 @@ static void json_line(Json *j, Conversation *talk, int kind, Buffer *out) {
     int role = -1;
     for (int i = 0; messages && json_next(j, "]", i == 0); i++) {
         role = json_message(j, talk);
-        json_check(j, role != SYSTEM || i == 0 || j->systems, "role", "system only at the start");
+        json_check(j, role != SYSTEM || i == 0 || j->tok->tables->systems, "role",
+                   "a system message only at the start");
         if (role == SYSTEM && i == 0) conversation_drop(talk, 0, talk->n - 1);  // that of -y
     }
     json_check(j, messages || json_take_string(j), "text or messages",
-               talk ? "a string, an array of messages or an object"
-                    : "a string or an object (messages: -m chat)");
+               "a string, an object or, with -m chat, an array of messages");
     json_check(j, !messages || role >= USER, "role", "a last message of the user or assistant");
 }
 
@@ -4195,11 +4198,10 @@ typedef struct {
     size_t pieces;          // texts that are scored in pieces
     size_t odd;             // lines with what has no effect, or plain ones that look like CSV
     double size;            // bytes of the file, if known
-    // With -w (see Going on with a list):
-    size_t in_file;         // whole lines that FILE had
+    size_t in_file;         // -w: whole lines that FILE had
     size_t failed_in_file;  // of these, lines without a result
     size_t first_failed;    // the number of the first one, from 1
-    Buffer tail;            // what FILE ended with, and has not come again yet
+    Buffer tail;            // -w: what FILE ended with, and has not come again yet
 } List;
 
 static bool has_newline(Bytes line) { return line.n && line.p[line.n - 1] == '\n'; }
@@ -4221,7 +4223,6 @@ static void write_line(List *l) {
     l->written++;
 }
 
-// Counts a text that has ended.
 static void count_text(List *l, const Text *t) {
     const Slot *slot = t->slot;
     double sum, mass = 1;
@@ -4251,7 +4252,6 @@ static void end_line(List *l, size_t number, const Text *t, const Ids *ids, cons
 #define CSV_TO_JSON "CSV: python3 -c 'import csv, json, sys; [print(json.dumps(row)) for row in " \
                     "csv.DictReader(sys.stdin)]' makes objects, for -L"
 
-// Says what may help with the line that is read now.
 static void give_hint(const List *l, const char *what) {
     notice("%.600s: line %zu %s", l->in.name, l->read + 1, what);
 }
@@ -4275,8 +4275,7 @@ static const char *take_line(List *l, Bytes *line) {
     const Options *o = &l->app->options;
     const bool chat = l->e->mode == CHAT;
     Conversation *talk = &l->app->conversation;
-    Json j = {.rest = *line, .n = line->n, .text = &l->app->input,
-              .systems = l->e->tokenizer.tables->systems};
+    Json j = {.rest = *line, .n = line->n, .text = &l->app->input, .tok = &l->e->tokenizer};
     conversation_drop(talk, 0, talk->n);
     if (chat && o->system) conversation_add(talk, SYSTEM, bytes(o->system));
     const size_t before = talk->n;
@@ -4301,16 +4300,6 @@ static const char *take_line(List *l, Bytes *line) {
     return NULL;
 }
 
-// Returns how many bytes are to be encoded: an earlier answer loses its thinking.
-static size_t text_size(const ChatFormat *f, const Conversation *talk) {
-    size_t size = 0;
-    for (const Message *m = talk->p; m < talk->p + talk->n; m++) {
-        const bool earlier = m->role == ASSISTANT && m + 1 < talk->p + talk->n;
-        size += m->text.n - (earlier ? thinking_length(f, bytes_of(&m->text)) : 0);
-    }
-    return size;
-}
-
 // Encodes a line into app->prompt, after Ctrl-C perhaps not all. Returns what is wrong, or NULL.
 static const char *encode_line(List *l, Bytes line) {
     static const char too_long[] = "too long, expected at most 1 GB, less where memory is small";
@@ -4325,7 +4314,8 @@ static const char *encode_line(List *l, Bytes line) {
     if (own) e->reserve = 0;  // not known yet
     if (!error && own) error = take_choices(object, app->options.member, &e->choices);
     if (error) return error;
-    const size_t size = text_size(&e->tokenizer.chat, talk);
+    size_t size = 0;
+    for (size_t i = 0; i < talk->n; i++) size += talk->p[i].text.n;
     if (own && (size + 100.0) * e->choices.n > l->in.most) return too_long;  // encoded with each
     error = wrong_length(app, size, NULL);
     if (error) return error;
@@ -4440,6 +4430,9 @@ static int report_list(const List *l) {
 static int run_list(List *l) {
     progress = (struct Progress){.start = now()};
     patience = 0;
+    if (l->failed_in_file)
+        notice("%s: lines without a result, which stay: %zu, the first is line %zu",
+               l->app->options.out, l->failed_in_file, l->first_failed);
     if (is_terminal(l->in.fd)) notice("%s: each line is a text; Ctrl-D ends the list", l->in.name);
     while (admit_lines(l) && run_pass(l->e)) {
         for (int i = 0; i < l->e->n_running;) {  // end_text puts the next one at i
@@ -4488,7 +4481,7 @@ static void open_out(List *l) {
     stdout_name = file;
 }
 
-// Opens the list, and with -w also FILE.
+// Opens the list, and with -w also FILE: then skips the lines that it has, but for the last ones.
 static List *open_list(App *app) {
     static List list, *l = &list;
     const Options *o = &app->options;
@@ -4501,16 +4494,9 @@ static List *open_list(App *app) {
     if (file) open_out(l);
     if (same_file(l->in.fd, STDOUT_FILENO))
         die("%s: is the list and stdout, expected another FILE", file ? file : l->in.name);
-    return l;
-}
-
-// Skips the lines that FILE has, but for those that run again.
-static void skip_lines(List *l) {
     const size_t skipped = l->in_file - min_size(l->in_file, KNOWN_AGAIN);
     for (Bytes line; l->read < skipped && next_line(&l->in, &line, true); l->read++) l->written++;
-    if (l->failed_in_file)
-        notice("%s: lines without a result, which stay: %zu, the first is line %zu",
-               l->app->options.out, l->failed_in_file, l->first_failed);
+    return l;
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -4674,8 +4660,7 @@ static Options parse_options(int argc, char **argv) {
         else set_option(&o, option_named(arg), argv[++i]);  // NULL after the last one
     }
     if (!o.model || !*o.model || strlen(o.model) > LONGEST_PATH)
-        die_usage("MODEL: %s, expected a .bin file; -h shows more",
-                  o.model && *o.model ? "too long" : "missing");
+        die_usage("MODEL: missing or too long, expected a .bin file; -h shows more");
     for (const char *p = "qv lL lf Lf lv Lv ox "; *p; p += 3)  // pairs that exclude each other
         if (o.given[(uint8_t)p[0]] && o.given[(uint8_t)p[1]])
             die_usage("-%c, -%c: both given, expected one of them", p[0], p[1]);
@@ -4703,7 +4688,6 @@ static int run_mode(App *app) {
     if (app->options.text) check_utf8(app, "-i", 1, bytes(app->options.text));
     if (system) check_utf8(app, "-y", 1, bytes(system));
     if (chat && system) conversation_add(&app->conversation, SYSTEM, bytes(system));
-    if (list) skip_lines(list);
     if (list) return run_list(list);
     const bool single = read_prompt(app);
     if (app->engine.mode != TOKENIZE) patience = 1;
@@ -4722,7 +4706,6 @@ int main(int argc, char **argv) {
     return run_mode(&app);
 }
 #endif
-
 
 // ================================================================================================
 // PART III. THE MACHINE

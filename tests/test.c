@@ -1475,6 +1475,7 @@ static void test_json(void) {
 }
 
 static void test_json_messages(void) {
+    const Tokenizer tok = {.tables = &(Tables){0}};
     const struct { const char *line, *roles, *last; } cases[] = {  // NULL: an error
         {"[{\"role\":\"user\",\"content\":\"a\"}]", "u", "a"},
         {"[{\"content\":\"a\",\"x\":[{\"role\":1}],\"role\":\"user\"}]", "u", "a"},
@@ -1495,7 +1496,7 @@ static void test_json_messages(void) {
     for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); i++) {
         Conversation talk = {0};
         Buffer text = {0}, members_of = {0};
-        Json j = {.rest = bytes(cases[i].line), .text = &text};
+        Json j = {.rest = bytes(cases[i].line), .text = &text, .tok = &tok};
         json_line(&j, &talk, CHAT, &members_of);
         CHECK(!j.error == !!cases[i].roles, "%s", cases[i].line);
         for (size_t k = 0; cases[i].roles && k < strlen(cases[i].roles); k++) {
