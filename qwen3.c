@@ -2710,33 +2710,20 @@ static const struct { const char *by, *name; } endings[] = {  // what ends an an
     [REPEATS] = {"repeating itself (-e 1.1 helps, -n -1 lets it go on)", "loop"}};
 _Static_assert(REPEATS + 1 == INTERRUPTED, "an ending has its names here");
 
-// With given answers only thinking is drawn. Returns COMPLETE where it ends, or does not begin.
-static Ending accept_thinking(const Tokenizer *tok, Text *t, int id) {
-    Slot *slot = t->slot;
-    const bool was_thinking = t->writer->thinking;
-    if (!was_thinking && id != tok->think) return COMPLETE;  // this id is dropped
-    const Ending ending = append_id(tok, t, id);
-    if (!t->writer->thinking) return COMPLETE;
-    slot->thought += was_thinking && ending != COMPLETE;  // no <think>, no stop id
-    if (ending == GOES_ON && slot->thought < slot->engine->budget) return GOES_ON;
-    slot->closed_by = ending;
-    return COMPLETE;
-}
-
 static Ending accept_id(const Tokenizer *tok, Text *t, int id) {
     Slot *slot = t->slot;
     const Engine *e = slot->engine;
-    const bool was_thinking = t->writer->thinking;
-    if (e->kind >= CHOICES) return accept_thinking(tok, t, id);
+    const bool chooses = e->kind >= CHOICES, was_thinking = t->writer->thinking;
+    if (chooses && !was_thinking && id != tok->think) return COMPLETE;  // this id is dropped
     Ending ending = append_id(tok, t, id);
-    if (!t->writer->thinking) return ending;
-    if (ending == COMPLETE) return IN_THINKING;
-    slot->thought += was_thinking;  // <think> does not count
-    const bool spent = ending == GOES_ON && slot->thought >= e->budget;
-    const bool repeats = ending == REPEATS && slot->closed_by != REPEATS;
-    if (!spent && !repeats) return ending;
+    if (!t->writer->thinking) return chooses ? COMPLETE : ending;
+    slot->thought += was_thinking && ending != COMPLETE;  // no <think>, no stop id
+    const bool closes = ending == GOES_ON ? slot->thought >= e->budget
+        : chooses || (ending == REPEATS && slot->closed_by != REPEATS);
+    if (!closes) return ending == COMPLETE ? IN_THINKING : ending;
     slot->closed_by = ending;
-    if (repeats) t->repeats = 0;
+    if (chooses) return COMPLETE;
+    if (ending == REPEATS) t->repeats = 0;
     ending = GOES_ON;
     for (size_t i = 0; i < e->budget_text.n && ending == GOES_ON; i++)
         ending = append_id(tok, t, e->budget_text.p[i]);
@@ -2748,8 +2735,7 @@ static Ending accept_id(const Tokenizer *tok, Text *t, int id) {
 // thinking is drawn, if any. Then the last logits give the first id of each TEXT its nll. Then each
 // TEXT of more ids follows, one after the other: so the blocks of the prompt and the thinking stay.
 // Where one TEXT begins another, the answer also has to end after the shorter one. So at most one
-// comes true, and probabilities can be added up. All texts have the same TEXTs, or each has its own
-// (-o @NAME).
+// comes true, and probabilities add up. All texts have the same TEXTs, or each its own (-o @NAME).
 
 static double logit_of(const Tokenizer *tok, const float *logits, int id) {
     double max = -INFINITY, sum = 0;
@@ -2827,19 +2813,22 @@ static void end_thinking(Engine *e, Text *t) {
     t->slot->choice = FIRST_IDS;
 }
 
+// Fails if a TEXT's nll is not finite.
 static void score_first_ids(Engine *e, Text *t) {
     Slot *slot = t->slot;
     const Choices *all = &slot->own.choices;
+    double *nll = slot->own.nll;
     float *logits = logits_at_end(e, t);
-    for (int i = 0; i < all->n; i++) slot->own.nll[i] = -logits[all->p[i].ids.p[0]];
+    for (int i = 0; i < all->n; i++) nll[i] = -logits[all->p[i].ids.p[0]];
     const double sum = log_sum_exp(logits, e->tokenizer.vocab_size);
-    for (int i = 0; i < all->n; i++) slot->own.nll[i] += sum;
+    t->ending = COMPLETE;
+    for (int i = 0; i < all->n; i++)
+        if (!isfinite(nll[i] += sum)) t->ending = FAILED;
     slot->counted = t->ids.n - t->n_prompt;
     t->n_prompt = t->ids.n;  // what all TEXTs follow
 }
 
-// Starts the next TEXT of the asker that is not known by its first id. Returns false if there is
-// none, or if one fails.
+// Starts the asker's next TEXT that is not known by its first id. Returns false if there is none.
 static bool start_choice(Engine *e, Text *t) {
     Slot *slot = t->slot, *asker = slot->asker;
     const Choices *all = &asker->own.choices;
@@ -2849,8 +2838,6 @@ static bool start_choice(Engine *e, Text *t) {
         size_t same = from;
         asker->counted += c->n_tokens;
         t->nll = all->before ? 0 : asker->own.nll[slot->choice];
-        t->ending = isfinite(t->nll) ? COMPLETE : FAILED;
-        if (t->ending == FAILED) return false;
         if (c->ids.n == 1) continue;  // it is known
         t->target = t->n_prompt + (all->before == 0);
         while (same + 1 < t->target && t->ids.p[same] == c->ids.p[same - from]) same++;
@@ -2869,12 +2856,11 @@ static bool next_choice(Engine *e, Text *t) {
     if (slot->choice == THINKS) return end_thinking(e, t), true;
     if (slot->choice == FIRST_IDS) score_first_ids(e, t);
     else slot->asker->own.nll[slot->choice] = t->nll;
-    return start_choice(e, t);
+    return t->ending != FAILED && start_choice(e, t);
 }
 
 // Returns the likeliest TEXT's number, best. exp(nll[best] - nll[i]) / *sum is the share of TEXT i,
-// *mass the probability of all. Terms are added as integers, of 2^-60: so the order of the TEXTs
-// changes no bit.
+// *mass the probability of all. Integers are added, of 2^-60: so the TEXTs' order changes no bit.
 static int find_likeliest(const Slot *slot, double *sum, double *mass) {
     const double *nll = slot->own.nll;
     const int n = slot->own.choices.n;
@@ -2891,10 +2877,7 @@ static int find_likeliest(const Slot *slot, double *sum, double *mass) {
 // Requests: each prompt gets an answer, an embedding or a score. A text longer than the context is
 // scored in pieces: each begins with the last id of the one before.
 
-static const char *damage_error(const Engine *e) {
-    return e->mode == EMBED ? "model: the vector is not finite; is the file damaged?"
-                            : "model: the logits are not finite; is the file damaged?";
-}
+static const char damaged[] = "model: its results are not finite; is the file damaged?";
 
 // Goes on with the next piece of a text that is scored. Returns false if there is none.
 static bool next_piece(Engine *e, Text *t) {
@@ -2909,8 +2892,7 @@ static bool next_piece(Engine *e, Text *t) {
 }
 
 // Adds a prompt's text, to wait. It takes the place of the text that ended the longest time ago.
-// Its first random number is rng's. goes_on: the prompt ends with the answer's beginning, without
-// thinking.
+// Its first random number is rng's. goes_on: the prompt ends behind any thinking, in an answer.
 static Text *add_text(Engine *e, const Ids *prompt, uint64_t rng, bool goes_on) {
     Text *t = e->order[e->most_texts], **place = e->order + e->n_texts++;
     const size_t n = prompt->n, vocab_size = e->tokenizer.vocab_size;
@@ -2958,8 +2940,7 @@ static void remove_text(Engine *e, Text *t) {
     e->order[e->n_texts] = t;
 }
 
-// Goes on with the next piece or given answer where a text has ended, else frees its place. Returns
-// whether all of the request is done.
+// Goes on with the next piece or given answer of a text, or else frees its place and returns true.
 static bool end_text(Engine *e, Text *t) {
     const bool more = e->kind >= CHOICES ? next_choice(e, t)
                                          : e->kind == PERPLEXITY && next_piece(e, t);
@@ -2971,30 +2952,13 @@ static bool end_text(Engine *e, Text *t) {
 // ------------------------------------------------------------------------------------------------
 // The program's state: the options of the command line, the engine, the conversation
 
-typedef struct {  // of the command line. Not given: NULL, or -1 of a number without a default
-    const char *model;
-    const char *text;      // -i
-    const char *file;      // -f
-    const char *list;      // -l
-    const char *json_list; // -L
-    const char *out;       // -w
-    const char *system;    // -y
-    const char *stop;      // -x
-    const char *answers;   // -o
-    Choices choices;       // its TEXTs, or
+typedef struct {  // of the command line (see options). Not given: NULL, or -1 without a default
+    const char *model, *text, *file, *list, *json_list, *out, *system, *stop, *answers;
+    Choices choices;       // the TEXTs of `answers`, or
     const char *member;    // NAME of -o @NAME
-    int mode;
-    int think;
+    int mode, think, top_k, context, cache_bits, batch, threads;
     int n;                 // -1: no limit, -2: none but for an answer that repeats itself
-    int context;
-    int cache_bits;
-    int threads;
-    int batch;
-    float temperature;
-    int top_k;
-    float top_p;
-    float repetition;
-    float presence;
+    float temperature, top_p, presence, repetition;
     unsigned long long seed;
     bool verbose;
     int given[256];        // how often an option of this letter was given
@@ -3121,8 +3085,7 @@ static void check_utf8(App *app, const char *name, size_t line, Bytes text) {
                  "(a guess): iconv -f LATIN1 -t UTF-8", name, line);
 }
 
-// -v: where the model came from, the cache, how tokens are drawn, and the chat template's own
-// system prompt
+// -v: where the model came from, the cache, the sampling, the chat template's own system prompt
 static void show_settings(const App *app) {
     const Engine *e = &app->engine;
     const int context = e->model.state.context, bits = e->model.config.cache_bits;
@@ -3328,8 +3291,7 @@ static void write_choices(const Text *t) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// An answer: a request runs alone, and stderr gets its statistics. The answer becomes a message,
-// with its ids as they were drawn.
+// An answer: a request runs alone. The ids that it draws become a message, and stderr gets numbers.
 
 static Message *conversation_add(Conversation *talk, int role, Bytes text) {
     talk->p = grow(talk->p, &talk->cap, talk->n, 1, sizeof(Message));
@@ -3355,9 +3317,7 @@ static void add_helpers(Engine *e, const Text *t) {
     while (asker->n_begun < asker->own.choices.n && e->n_texts < e->most_texts) {
         Text *other = add_text(e, &prompt, 0, true);
         other->slot->asker = asker;
-        if (start_choice(e, other)) other->ending = GOES_ON;
-        else if (other->ending == FAILED) die("%s", damage_error(e));
-        else remove_text(e, other);
+        if (!start_choice(e, other)) remove_text(e, other);
     }
 }
 
@@ -3374,7 +3334,7 @@ static Text *run_request(App *app) {
         for (int i = e->n_running - 1; i >= 0; i--) {
             Text *running = e->order[i];
             if (running->ending != GOES_ON) end_text(e, running);
-            if (running->ending == FAILED) die("%s", damage_error(e));
+            if (running->ending == FAILED) die(damaged);
         }
         if (t->slot->choice >= 0) add_helpers(e, t);
     }
@@ -3564,8 +3524,7 @@ static bool next_line(Lines *in, Bytes *line, bool wait) {
 
 // ------------------------------------------------------------------------------------------------
 // Conversations, from stdin. In a script each line is a turn, and an error ends it. At a terminal a
-// message is typed or pasted, or is a command. There the conversation goes on after an error, and
-// Ctrl-C stops an answer.
+// message is typed or pasted, or is a command, no error ends it, and Ctrl-C stops an answer.
 
 // Cuts the first word off a text, and the blanks after it. The word ends at a blank, or is in
 // quotes: many terminals quote the name of a file that is dropped there.
@@ -3617,10 +3576,9 @@ static void run_script(App *app) {
     free(in.data.p);
 }
 
-// Reads a message from a terminal into app->input, line by line. Lines that arrive together are a
-// paste. A paste waits for Enter: at the end of its last line or, after a newline, on an empty
-// line. A backslash at the end of a typed line joins the next line to it. Returns false at the end
-// of input, or after Ctrl-C.
+// Reads a message from a terminal into app->input. Lines that arrive together are a paste, which
+// waits for Enter: at the end of its last line or, after a newline, on an empty line. A backslash
+// at the end of a typed line joins the next one. Returns false at the end, or after Ctrl-C.
 static bool read_message(App *app) {
     Buffer *message = &app->input;
     bool cut = false;
@@ -3734,9 +3692,8 @@ static void run_dialogue(App *app) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Starting a run: the model and its tokenizer are loaded, the context and the number of texts
-// chosen, and the places prepared. Where no option says otherwise, the model's own mode, sampling
-// and chat format count.
+// Starting a run: the model and its tokenizer are loaded, the context and the number of texts are
+// chosen, places prepared. Without options the model's own mode, sampling and chat format count.
 
 // Sets can_switch, switched_on, thinks and may_think. The model itself may begin with <think> if
 // the prompt has none, but the chat format cuts it off earlier answers.
@@ -4437,9 +4394,8 @@ static int run_list(List *l) {
     while (admit_lines(l) && run_pass(l->e)) {
         for (int i = 0; i < l->e->n_running;) {  // end_text puts the next one at i
             Text *t = l->e->order[i];
-            const char *error = t->ending == FAILED ? damage_error(l->e) : NULL;
             if (t->ending == GOES_ON || !end_text(l->e, t)) i++;
-            else end_line(l, t->slot->number, t, NULL, error);
+            else end_line(l, t->slot->number, t, NULL, t->ending == FAILED ? damaged : NULL);
         }
     }
     if (l->tail.n && !interrupted)
