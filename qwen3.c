@@ -2221,8 +2221,7 @@ typedef struct Engine {
     size_t again;      // tokens that ran again, because their text had had to wait
     double prompt_end; // when the first text had run its prompt, or 0
     // Answers, their thinking, and given answers (-o):
-    int max_new;       // the maximum number of tokens in an answer, -1: no limit
-    bool guarded;      // an answer ends if it repeats itself
+    int max_new;       // the maximum number of tokens in an answer (see Options.n)
     bool thinks;       // the prompt ends inside <think>
     bool may_think;    // the prompt does, or the model may begin with <think>
     int budget;        // the maximum number of tokens of thinking (-r), INT_MAX: no limit
@@ -2757,10 +2756,9 @@ static Bytes strip_end(Bytes text) {
     return text;
 }
 
-// Encodes the given answers: of all texts, or of the next one. That may have `ids` of a raw prompt:
-// then prompt and TEXT are encoded together, as lm-evaluation-harness does, and the ids after as
-// many as the prompt has are the TEXT's. (Where the boundary merges, those before differ, too.)
-// Returns what is wrong with them, or NULL.
+// Encodes the given answers: of all texts, or of the next one. With `ids` of its raw prompt, prompt
+// and TEXT are encoded together, as lm-evaluation-harness does: after as many ids as the prompt has
+// come the TEXT's. (Where the boundary merges, ids before differ, too.) Returns an error, or NULL.
 static const char *encode_choices(Engine *e, Bytes prompt, const Ids *ids) {
     static char what[300];
     const Tokenizer *tok = &e->tokenizer;
@@ -2916,7 +2914,7 @@ static Text *add_text(Engine *e, const Ids *prompt, uint64_t rng, bool goes_on) 
     *t = (Text){.ids = *all, .target = n, .n_prompt = n,
                 .context = context - kept,
                 .max_ids = e->max_new < 0 ? SIZE_MAX : n + e->max_new, .embeds = e->mode == EMBED,
-                .watched = e->guarded ? n : INT_MAX,
+                .watched = e->max_new < -1 ? n : INT_MAX,
                 .sampler = t->sampler, .writer = t->writer, .slot = slot};
     t->sampler.rng = rng;
     memset(t->sampler.in_answer, 0, vocab_size * sizeof(bool));
@@ -2969,8 +2967,7 @@ typedef struct {
     enum { TEXT, MODE, INTEGER, REAL, SEED } type;
     size_t place;           // in Options
     enum { ALWAYS, ANSWERS, CHATS } counts;  // where: else a notice says that it has no effect
-    double low;             // the least value; of a TEXT or SEED, the least number of bytes
-    double high;            // the greatest, likewise
+    double low, high;       // limits of the value; of a TEXT or SEED, of its number of bytes
     const char *expected;   // what the value should be; NULL: a number from low to high
     const char *others;     // what other programs call it, each name between spaces
 } Option;
@@ -3411,8 +3408,7 @@ static bool answer_last(App *app, bool again) {
     Conversation *talk = &app->conversation;
     const Conversation asked = {talk->p, talk->n - again, 0};  // up to the question, until respond
     const size_t context = app->engine.model.state.context, system = app->options.system != NULL;
-    const size_t n = app->options.n < 0 ? context : (size_t)app->options.n;
-    const size_t room = min_size(n, min_size(context / 8, 1024));
+    const size_t room = min_size(app->options.n, min_size(context / 8, 1024));  // -1 is the most
     const size_t most = app->engine.model.config.max_seq_len;
     const size_t size = asked.p[asked.n - 1].text.n;  // of the question
     size_t first = system;
@@ -3648,10 +3644,8 @@ static bool run_message(App *app) {
     Conversation *talk = &app->conversation;
     const Bytes text = bytes_of(&app->input);
     Bytes rest = text, word;
-    size_t blank = 0;
-    while (blank < text.n && isspace(text.p[blank])) blank++;
     const int command = take_command(&rest, &word);
-    if (blank == text.n)
+    if (strip_end(text).n == 0)
         report("input: only white space, nothing was sent; /help shows the commands");
     else if (memchr(text.p, '\033', text.n))
         report("input: escape characters, nothing was sent; rlwrap makes arrow keys work");
@@ -3764,7 +3758,6 @@ static void prepare_answers(App *app) {
     const Options *o = &app->options;
     Engine *e = &app->engine;
     e->max_new = o->n;
-    e->guarded = o->n < -1;
     e->choices = o->choices;
     e->budget = o->think > 1 ? o->think : INT_MAX;
     find_thinking(app);
@@ -3821,14 +3814,13 @@ static void load_model(App *app) {
     c->cache_bits = o->cache_bits;
     if (c->cache_bits == 8 && c->head_dim % 16)
         die("-C 8: expected heads of a multiple of 16, found %d (%s)", c->head_dim, o->model);
-    const int context = choose_context(app);
+    e->model.state.context = choose_context(app);
     if (o->answers && !modes[e->mode].has_answers)
         die_usage("-o: %s is made for -m %s, expected one that answers", o->model,
                   modes[e->mode].name);
     if (e->mode == TOKENIZE) return;
     start_threads(o->threads > 0 ? o->threads : cpu_count());
     make_panels(&e->model, weights);
-    e->model.state.context = context;
 #ifdef PLAIN
     state_init(&e->model);
 #else
