@@ -3018,10 +3018,8 @@ typedef struct {
     bool can_switch;    // the chat format can switch thinking on and off
     bool switched_on;   // -r has switched it on
     bool dialogue;      // a conversation at a terminal: it goes on after a wrong message
-    bool gave_notices;
-    bool gave_blank_choice, gave_blank_prompt;  // their notices
+    bool gave_notices, gave_blank_choice, gave_blank_prompt, gave_not_utf8;  // each is given once
     Buffer not_utf8;    // the notice of the first text that is not UTF-8
-    bool gave_not_utf8;
     Conversation conversation;  // of a chat, or of a list's line
     Buffer input;       // the prompt's text, the message being typed, or a JSON line's last string
     Ids prompt;
@@ -3049,9 +3047,8 @@ static const char *wrong_length(const App *app, size_t size, const Ids *ids) {
     const bool whole = e->mode != TOKENIZE && e->mode != PERPLEXITY;  // must it fit?
     const size_t most = whole ? context - min_size(context, e->reserve) : INT_MAX;
     const double takes = 56e-6 * size;  // MB, to encode it
-    char hint[64] = "-c can't be larger";
-    if (n > all) snprintf(hint, sizeof(hint), "split the text, or export.py --yarn");
-    else if (context < all) snprintf(hint, sizeof(hint), "-c, up to %zu", all);
+    char hint[64] = "split the text, or export.py --yarn";
+    if (n <= all && context < all) snprintf(hint, sizeof(hint), "-c, up to %zu", all);
     if (ids && !size && (e->mode == CHAT || e->mode == EMBED)) return "empty, expected a text";
     if (n < least)
         snprintf(what, sizeof(what), "too short, expected %zu or more tokens, found %zu", least, n);
@@ -3351,10 +3348,9 @@ static void report_answer(const App *app, const Text *t, bool in_thinking, doubl
     const size_t n = e->kind >= CHOICES ? slot->counted : drawn;
     const double p = done / (e->prompt_end - start + 1e-9);  // tokens/s, some of which were there
     const double g = n / (now() - e->prompt_end + 1e-9);
-    const bool full = t->ending == CONTEXT_ENDED;
     char seed[32] = "", hint[48] = "";
-    if (full && context < all) snprintf(hint, sizeof(hint), "; -c allows up to %d", all);
-    else if (full && app->dialogue) snprintf(hint, sizeof(hint), "; /clear makes room");
+    if (t->ending == CONTEXT_ENDED && context < all)
+        snprintf(hint, sizeof(hint), "; -c allows up to %d", all);
     if (draws_ids(e)) snprintf(seed, sizeof(seed), ", seed %llu", app->options.seed);
     if (slot->closed_by != NOT_CLOSED)
         notice("answer: thinking ended by %s after %d tokens", endings[slot->closed_by].by,
@@ -3379,8 +3375,7 @@ static void take_back(Message *message, Writer *out, const Tokenizer *tok) {
     }
 }
 
-// Runs the prompt and writes its answer, the conversation's next message; then notices and
-// statistics. Returns false if Ctrl-C came first.
+// Answers the prompt, as the conversation's next message. Returns false if Ctrl-C came first.
 static bool respond(App *app) {
     Message *message = conversation_add(&app->conversation, ASSISTANT, (Bytes){0});
     Engine *e = &app->engine;
@@ -3783,8 +3778,7 @@ static void check_model(const char *path) {
     if (on_hub && !mode) die_export(path, "not a file", INT_MAX, path);
 }
 
-// Returns how many positions the cache gets: as -c says, or what a quarter of the memory holds, a
-// multiple of 1,024, and at least 4,096.
+// Returns how many positions the cache gets: -c, or 4,096 and what a quarter of the memory holds.
 static int choose_context(const App *app) {
     const Config *c = &app->engine.model.config;
     const Mode mode = app->engine.mode;

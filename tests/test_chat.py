@@ -211,12 +211,6 @@ def test_half_of_the_turns_goes_and_again(chain):
     assert gone == [fits - 1] and 175 < len(ids[-1]) <= 200
 
 
-def test_an_answer_that_is_cut_says_what_to_do(chain, talk):
-    """The first time already, before any turn is forgotten: -c (above), and where it can't be larger, /clear."""
-    child, say = talk("-t", 0, model=chain("Ċ", "a", "b", "a", max_len=60))
-    assert re.search(rb"ended by a full context \(-c\) after \d+ tokens; /clear makes room\r\n", say("x"))
-
-
 def test_oldest_turns_go_when_the_context_is_full(chain, tokenizer):
     lines = b"".join(b"number %d\n" % i for i in range(20))
     result = chat(chain("Ċ", "a", END), lines, "-c", 120, "-y", "SYS")
