@@ -2911,8 +2911,7 @@ static Text *add_text(Engine *e, const Ids *prompt, uint64_t rng, bool goes_on) 
     if (e->kind == OWN_CHOICES) e->choices = last;  // whose memory the next text's take
     *slot = (Slot){.engine = e, .own = slot->own, .start = now(), .closed_by = NOT_CLOSED,
                    .choice = THINKS, .asker = slot};
-    *t = (Text){.ids = *all, .target = n, .n_prompt = n,
-                .context = context - kept,
+    *t = (Text){.ids = *all, .target = n, .n_prompt = n, .context = context - kept,
                 .max_ids = e->max_new < 0 ? SIZE_MAX : n + e->max_new, .embeds = e->mode == EMBED,
                 .watched = e->max_new < -1 ? n : INT_MAX,
                 .sampler = t->sampler, .writer = t->writer, .slot = slot};
