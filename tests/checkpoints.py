@@ -208,7 +208,7 @@ def random_weights(rng, shapes, qwen2):
 def make_checkpoint(directory, tokenizer, seed=1, dim=64, hidden_dim=128, n_layers=2, n_heads=4,
                     n_kv_heads=2, head_dim=32, tied=True, theta=1000000, eps=1e-6, max_len=512,
                     yarn=None, dtype="BF16", shards=1, prefix="model.", pad_to=0, new_keys=False,
-                    weights={}, template=CHATML, generation=None, qwen2=False, n_experts=0,
+                    weights={}, template=CHATML, eos="<|im_end|>", generation=None, qwen2=False, n_experts=0,
                     n_experts_used=2, topk_norm=True):
     """Write a Qwen3 checkpoint, random but for the given weights. yarn: the rope_scaling dict.
     qwen2: a Qwen2 one, where head_dim is not in the config and must be dim / n_heads. n_experts: a mixture
@@ -241,7 +241,8 @@ def make_checkpoint(directory, tokenizer, seed=1, dim=64, hidden_dim=128, n_laye
     else:
         checkpoint.config |= {"torch_dtype": "bfloat16", "rope_scaling": yarn, "rope_theta": theta}
     checkpoint.prefix = prefix
-    checkpoint.settings |= {"tokenizer_class": "Qwen2Tokenizer", "bos_token": None, "chat_template": template}
+    checkpoint.settings |= {"tokenizer_class": "Qwen2Tokenizer", "bos_token": None, "chat_template": template,
+                            "eos_token": eos}
     if generation is not None:
         checkpoint.generation = {"eos_token_id": checkpoint.generation["eos_token_id"], **generation}
     return checkpoint.save(Path(directory), shards)

@@ -129,7 +129,8 @@ def test_greedy(case, name, tokenizer):
             continue
         end = next((i for i, token in enumerate(new) if token in stops), len(new))
         expected = b"".join(tokens[token] for token in new[:end] if token not in special)
-        assert output(c.bin, "-m", "generate", "-t", 0, "-n", 12, "-q", stdin=text.encode()) == expected
+        found = output(c.bin, "-m", "generate", "-t", 0, "-n", 12, "-q", stdin=text.encode())
+        assert found.decode(errors="replace") == expected.decode(errors="replace")      # half a character may end it
         tried += 1
         if tried == 3:
             break
