@@ -1277,7 +1277,7 @@ static float *classify(Pass *p, int n);
 // All threads run job(arg), and on_all_threads returns when the last has. They share its loops EACH
 // and SLICES: each item of 0 .. count - 1 is run by one of them, and none goes on before all items
 // are done. A slice begins at a multiple of `chunk`. Such a loop must not be left by break or
-// return. A thread may leave the job; the main thread may call it directly, and runs all items.
+// return. Between loops a thread may return; a job that is called directly runs all items itself.
 typedef void (*Job)(void *arg);
 static void on_all_threads(Job job, void *arg);
 typedef struct { int begin, end; } Slice;  // items begin .. end - 1
@@ -1644,7 +1644,7 @@ enum { LAST_CHAR = 0x10FFFF, BAD_BYTE, N_CHARS = BAD_BYTE + 256, CHAR_MASK = (1 
 // it with the one before; from CCC_SHIFT on its combining class (ccc)
 enum { CLASS_MASK = 3, NFC_SHIFT = 2, CCC_SHIFT = 8 };
 
-typedef enum { CHAT, GENERATE, TOKENIZE, PERPLEXITY, EMBED, N_MODES } Mode;  // numbers of files
+typedef enum { CHAT, GENERATE, TOKENIZE, PERPLEXITY, EMBED, N_MODES } Mode;  // as in section mode
 
 typedef struct {  // rows of a table (see take_rows), or characters that NFC puts in order
     uint64_t *p;
@@ -2036,8 +2036,7 @@ static void order_and_compose(const Tokenizer *tok, Keys *keys) {
         for (end = i; end < keys->n && keys->p[end] >> 56; end++) {}
         qsort(keys->p + i, end - i, sizeof(uint64_t), compare_keys);
     }
-    uint64_t *starter = NULL, *out = keys->p;
-    uint64_t last = 0;  // ccc of the character before, 0 if that is the starter
+    uint64_t *starter = NULL, *out = keys->p, last = 0;  // last: ccc of the one before; starter: 0
     for (size_t i = 0; i < keys->n; i++) {
         const uint64_t key = keys->p[i], ccc = key >> 56;
         const uint64_t *composed = !starter || (last && last >= ccc) ? NULL
@@ -2154,8 +2153,8 @@ static const struct {
 //   | run        | wait to run     | free                       |
 //   | first come ...     last come | ended last ... ended first |
 //
-// The next text gets the last place, order[most_texts]. This one is more than texts run or wait: so
-// the text that ended last is always there, and a new one may share its beginning.
+// The next text gets the last place, order[most_texts]. There is one place more than texts may run
+// or wait: so that of the text that ended last stays, and a new text may share its beginning.
 
 enum { MOST_TEXTS = 32 };              // that run together
 enum { THINKS = -2, FIRST_IDS = -1 };  // Slot.choice before the given answers are scored
@@ -2205,7 +2204,7 @@ typedef struct Slot {  // what Part II keeps of a text, beside Text
 
 typedef struct Engine {
     Model model;
-    struct Pass *pass; // with -DPLAIN: NULL
+    struct Pass *pass; // NULL with -DPLAIN, or to tokenize
     Tokenizer tokenizer;
     Mode mode;         // -m, or what the model is made for
     int kind;          // of results: mode, or CHOICES, or OWN_CHOICES
@@ -2718,9 +2717,9 @@ static Ending accept_id(const Tokenizer *tok, Text *t, int id) {
     if (!t->writer->thinking) return chooses ? COMPLETE : ending;
     slot->thought += was_thinking && ending != COMPLETE;  // no <think>, no stop id
     const bool closes = ending == GOES_ON ? slot->thought >= e->budget
-        : chooses || (ending == REPEATS && slot->closed_by != REPEATS);
+        : chooses || (ending == REPEATS && slot->closed_by != REPEATS);  // by repeats only once
     if (!closes) return ending == COMPLETE ? IN_THINKING : ending;
-    slot->closed_by = ending;
+    slot->closed_by = ending;  // GOES_ON: BY_BUDGET
     if (chooses) return COMPLETE;
     if (ending == REPEATS) t->repeats = 0;
     ending = GOES_ON;
@@ -2757,14 +2756,14 @@ static Bytes strip_end(Bytes text) {
 }
 
 // Encodes the given answers: of all texts, or of the next one. With `ids` of its raw prompt, prompt
-// and TEXT are encoded together, as lm-evaluation-harness does: after as many ids as the prompt has
-// come the TEXT's. (Where the boundary merges, ids before differ, too.) Returns an error, or NULL.
+// and TEXT are encoded together, as lm-evaluation-harness does: the TEXT's ids are those after as
+// many as the prompt has. (Blanks at the prompt's end count as TEXT's.) Returns an error, or NULL.
 static const char *encode_choices(Engine *e, Bytes prompt, const Ids *ids) {
     static char what[300];
     const Tokenizer *tok = &e->tokenizer;
     Choices *all = &e->choices;
     size_t longest = 0;
-    if (all->n == 0) return NULL;  // all->p is NULL
+    if (all->n == 0) return NULL;  // reserve stays 0
     const size_t special = !ids ? 0 : strip_end(prompt).n ? tok->prefix.n : ids->n;
     all->before = ids ? ids->n : 0;
     for (Choice *c = all->p; c < all->p + all->n; c++) {
@@ -2802,7 +2801,7 @@ static const char *encode_choices(Engine *e, Bytes prompt, const Ids *ids) {
 
 // Ends the thinking, if there is any, in spite of -n.
 static void end_thinking(Engine *e, Text *t) {
-    const bool closed = t->ids.p[t->ids.n - 1] == e->tokenizer.end_think;
+    const bool closed = t->writer->chat && t->ids.p[t->ids.n - 1] == e->tokenizer.end_think;
     const Ids *ids = t->writer->thinking ? &e->budget_text : closed ? &e->after_think : NULL;
     drop_after(e, t, min_size(t->n_run, t->ids.n - 1));  // the logits are needed once more
     for (size_t i = 0; ids && i < ids->n; i++) append_id(&e->tokenizer, t, ids->p[i]);
@@ -2811,7 +2810,7 @@ static void end_thinking(Engine *e, Text *t) {
     t->slot->choice = FIRST_IDS;
 }
 
-// Fails if a TEXT's nll is not finite.
+// Sets each TEXT's nll, so far that of its first id. Fails if one is not finite.
 static void score_first_ids(Engine *e, Text *t) {
     Slot *slot = t->slot;
     const Choices *all = &slot->own.choices;
@@ -2832,8 +2831,8 @@ static bool start_choice(Engine *e, Text *t) {
     const Choices *all = &asker->own.choices;
     while ((slot->choice = asker->n_begun) < all->n) {
         const Choice *c = &all->p[asker->n_begun++];
-        const size_t from = t->n_prompt - all->before;
-        size_t same = from;
+        const size_t from = t->n_prompt - all->before;  // its ids' place
+        size_t same = from;  // ids before this one need not run again
         asker->counted += c->n_tokens;
         t->nll = all->before ? 0 : asker->own.nll[slot->choice];
         if (c->ids.n == 1) continue;  // it is known
@@ -2890,7 +2889,7 @@ static bool next_piece(Engine *e, Text *t) {
 }
 
 // Adds a prompt's text, to wait. It takes the place of the text that ended the longest time ago.
-// Its first random number is rng's. goes_on: the prompt ends behind any thinking, in an answer.
+// rng is its sampler's first state. goes_on: the prompt ends behind any thinking, in an answer.
 static Text *add_text(Engine *e, const Ids *prompt, uint64_t rng, bool goes_on) {
     Text *t = e->order[e->most_texts], **place = e->order + e->n_texts++;
     const size_t n = prompt->n, vocab_size = e->tokenizer.vocab_size;
@@ -3402,7 +3401,7 @@ static bool answer_last(App *app, bool again) {
     Conversation *talk = &app->conversation;
     const Conversation asked = {talk->p, talk->n - again, 0};  // up to the question, until respond
     const size_t context = app->engine.model.state.context, system = app->options.system != NULL;
-    const size_t room = min_size(app->options.n, min_size(context / 8, 1024));  // -1 is the most
+    const size_t room = min_size(app->options.n, min_size(context / 8, 1024));  // < 0 is the most
     const size_t most = app->engine.model.config.max_seq_len;
     const size_t size = asked.p[asked.n - 1].text.n;  // of the question
     size_t first = system;
@@ -3425,8 +3424,8 @@ static bool answer_last(App *app, bool again) {
     return answered;
 }
 
-// Adds an answer's beginning, as HF's continue_final_message does. Its own <think> block gets its
-// marks. If it has none, but the format thinks, an empty one comes first.
+// Adds an answer's beginning, as HF's continue_final_message does. A <think> block at its start
+// gets its marks. Else a <think> that the format leaves open is closed at once: an empty block.
 static void encode_begun(Encoder *enc, const ChatFormat *f, Bytes text) {
     const Bytes think = bytes("<think>"), open = f->begun.p ? f->begun : f->answer_open[0];
     const size_t opened = find_last(open, think), closed = find_last(open, bytes("</think>"));
@@ -3482,7 +3481,7 @@ typedef struct {   // of a file
     size_t end;    // of the last line
     size_t taken;  // bytes of all lines so far
     bool ended;    // the end of input has come, even if a file or a terminal has more later
-    size_t most;   // bytes of a line; of a longer one a few more stay, and its newline
+    size_t most;   // bytes of a line; of a longer one some more stay, and its newline
 } Lines;
 
 // Takes the next line, with its newline; an empty one if more has to come first and `wait` is
@@ -3666,7 +3665,7 @@ static void run_dialogue(App *app) {
     give_notices(app);
     notice("%s: context %d, thinking %s, /help shows the commands", app->options.model,
            app->engine.model.state.context, thinks);
-    for (double leaves = 0;; interrupted = 0) {  // until then, another Ctrl-C does
+    for (double leaves = 0;; interrupted = 0) {  // before this time, Ctrl-C leaves
         if (!read_message(app)) {
             fputc('\n', stderr);
             if (!interrupted || now() < leaves) return;
@@ -3777,7 +3776,7 @@ static void check_model(const char *path) {
     if (on_hub && !mode) die_export(path, "not a file", INT_MAX, path);
 }
 
-// Returns how many positions the cache gets: -c, or 4,096 and what a quarter of the memory holds.
+// Returns the context: -c (0: the model's), or what a quarter of the memory holds, 4,096 or more.
 static int choose_context(const App *app) {
     const Config *c = &app->engine.model.config;
     const Mode mode = app->engine.mode;
@@ -3995,7 +3994,7 @@ static void json_value(Json *j, int depth) {
                  json_take_number(j), "a value");
 }
 
-// Returns the value of an object's last member of this name, or an empty rest. Overwrites j->text.
+// Returns the value of an object's last member of this name, or an empty rest. Overwrites its text.
 static Json json_member(Json object, const char *name) {
     Json found = {.text = object.text};
     json_take_token(&object, "{");
@@ -4399,7 +4398,7 @@ enum { KNOWN_AGAIN = 8 };  // whole lines
 static bool lacks_result(App *app, Bytes line) {
     const Json j = {.rest = line, .n = line.n, .text = &app->input};
     return bytes_are(chop(line), "null") || (find_last(line, bytes(":null,\"error\":\"")) &&
-                                             json_member(j, "error").rest.n);  // its own column
+                                             json_member(j, "error").rest.n);  // no inner object's
 }
 
 // FILE takes the place of stdout. Its lines are counted, and the last ones are kept.
@@ -4465,7 +4464,7 @@ static const char usage[] =  // after the line of --version
     "  -e FLOAT   repetition penalty, 1 is off [the checkpoint's]\n"
     "  -x TEXT    end the answer before TEXT (chat, generate) [none]\n"
     "  -s INT     random seed, 64 bits [from the clock, below 1000000; with -w 0]\n"
-    "  -n INT     at most so many new tokens per answer, -1: no limit [until it repeats itself]\n"
+    "  -n INT     most new tokens per answer, -1: no limit [until it repeats itself]\n"
     "  -c INT     context in tokens, 0 is the model's [what a quarter of the memory\n"
     "             holds, at least 4096, at most the model's; perplexity 4096]\n"
     "  -C 32|8    bits of a number in its cache; 8: a third of the memory, faster [32]\n"
@@ -4956,10 +4955,10 @@ static void cache_copy(const Pass *p, int to, int from) {
 
 // ------------------------------------------------------------------------------------------------
 // Threads: all run one function, a job, and share its loops. Each loop has a number, so that a
-// thread that comes late skips those that are over: nobody waits for it. It may then read what a
-// later loop writes again. So code between two loops may read such a thing only to count the next
-// loop, and atomically: the late thread skips that loop. A thread that waits spins for a moment,
-// then sleeps, and leaves the CPU to others. Who takes which slice changes no result.
+// thread that comes late skips those that are over: nobody waits for it. Its code between two loops
+// may run while a later loop writes. So there, what a job writes more than once is read only as the
+// next loop's count, and atomically: for the late thread that loop is over, and any count will do.
+// A thread that waits spins for a moment, then sleeps. Who takes which slice changes no result.
 
 static int n_threads = 1;
 static _Thread_local int thread;     // the number of the thread that reads it, from 0 on
@@ -5542,9 +5541,9 @@ static void attend_all(const Worker *me) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// The work of a layer, for all rows: the bits of run_layer(), because each sum has its order. Of
-// heads, SwiGLU and experts, each thread computes some rows of a matrix at a time for all rows of
-// the batch, so that the weights are read once, and goes on while the result is in its caches.
+// The work of a layer, for all rows: the bits of run_layer(), because each sum has its order. For a
+// head, SwiGLU or an expert, a thread multiplies some rows of a matrix with all vectors of a pass,
+// so that weights are read once, and goes on with the result while it is in its caches.
 
 // h = rmsnorm(x, w), h8 = Q8(h)
 static void norm_all(const Worker *me, const float *w) {
@@ -5742,15 +5741,16 @@ static float *classify(Pass *p, int n) {
 
 static const char *version(void) { return "qwen3 " VERSION " (" SIMD ")\n"; }
 
-// Returns for what memory lacks where a cache of so many bytes finds none: with contexts that half
-// of them would hold, and a quarter of the memory.
+// Returns what alloc says of a cache of so many bytes that it can't get. It names contexts that
+// fit into half of that and into a quarter of the memory.
 static const char *no_cache(const Config *c, double size) {
     static char what[96];
     const double room = fmin(size / 2, memory_size() / 4), most = c->max_seq_len;
     Config packed = *c;
     packed.cache_bits = 8;
     snprintf(what, sizeof(what), "the KV cache (-c %.0f fits, or with -C 8 -c %.0f)",
-             floor(room / position_size(c)), floor(fmin(room / position_size(&packed), most)));
+             floor(fmin(room / position_size(c), most)),
+             floor(fmin(room / position_size(&packed), most)));
     return what;
 }
 
