@@ -2749,10 +2749,15 @@ static void add_choice(Choices *all, Bytes text) {
     buffer_add(&all->p[all->n++].text, text);
 }
 
-// Returns a text without the blanks at its end.
-static Bytes strip_end(Bytes text) {
-    while (text.n && isspace(text.p[text.n - 1])) text.n--;
-    return text;
+// Returns a text without the blanks at its end, U+3000 and the like, too.
+static Bytes strip_end(const Tokenizer *tok, Bytes text) {
+    size_t end = 0;
+    for (size_t at = 0; at < text.n;) {
+        const Char c = char_at(tok, text, at);
+        at += c.n;
+        if (c.class != SPACE) end = at;
+    }
+    return (Bytes){text.p, end};
 }
 
 // Encodes the given answers: of all texts, or of the next one. With `ids` of its raw prompt, prompt
@@ -2764,7 +2769,7 @@ static const char *encode_choices(Engine *e, Bytes prompt, const Ids *ids) {
     Choices *all = &e->choices;
     size_t longest = 0;
     if (all->n == 0) return NULL;  // reserve stays 0
-    const size_t special = !ids ? 0 : strip_end(prompt).n ? tok->prefix.n : ids->n;
+    const size_t special = !ids ? 0 : strip_end(tok, prompt).n ? tok->prefix.n : ids->n;
     all->before = ids ? ids->n : 0;
     for (Choice *c = all->p; c < all->p + all->n; c++) {
         Buffer text = {0};
@@ -3099,17 +3104,18 @@ static void show_settings(const App *app) {
 // Says once if a TEXT, and if a prompt before TEXTs has a blank where answers mostly have none.
 static void check_blanks(App *app) {
     const Engine *e = &app->engine;
+    const Tokenizer *tok = &e->tokenizer;
     const Ids *ids = &app->prompt;
     const bool raw = e->mode == GENERATE;
     for (int i = 0; i < e->choices.n && !app->gave_blank_choice; i++) {
         const Bytes text = bytes_of(&e->choices.p[i].text);
-        app->gave_blank_choice = strip_end(text).n < text.n || (!raw && isspace(*text.p));
+        app->gave_blank_choice = strip_end(tok, text).n < text.n || (!raw && isspace(*text.p));
         if (app->gave_blank_choice)
             notice("-o: \"%.*s\" begins or ends with a blank, which counts", (int)text.n, text.p);
     }
     if (!raw || e->kind != CHOICES || ids->n == 0 || app->gave_blank_prompt) return;
-    const Bytes last = e->tokenizer.text[ids->p[ids->n - 1]];
-    app->gave_blank_prompt = strip_end(last).n < last.n;
+    const Bytes last = tok->text[ids->p[ids->n - 1]];
+    app->gave_blank_prompt = strip_end(tok, last).n < last.n;
     if (app->gave_blank_prompt)
         notice("prompt: ends in a blank, expected it in -o instead, at each TEXT's start");
 }
@@ -3638,7 +3644,7 @@ static bool run_message(App *app) {
     const Bytes text = bytes_of(&app->input);
     Bytes rest = text, word;
     const int command = take_command(&rest, &word);
-    if (strip_end(text).n == 0)
+    if (strip_end(&app->engine.tokenizer, text).n == 0)
         report("input: only white space, nothing was sent; /help shows the commands");
     else if (memchr(text.p, '\033', text.n))
         report("input: escape characters, nothing was sent; rlwrap makes arrow keys work");
@@ -3853,8 +3859,9 @@ static bool read_prompt(App *app) {
 // blanks before a text's own given answers are encoded with these.)
 static void encode_text(const App *app, Bytes text, Ids *ids) {
     const Engine *e = &app->engine;
-    encode_raw(&e->tokenizer, e->kind == OWN_CHOICES ? strip_end(text) : text, ids);
-    if (e->mode == GENERATE && ids->n == 0) ids_add(ids, e->tokenizer.end_of_text);
+    const Tokenizer *tok = &e->tokenizer;
+    encode_raw(tok, e->kind == OWN_CHOICES ? strip_end(tok, text) : text, ids);
+    if (e->mode == GENERATE && ids->n == 0) ids_add(ids, tok->end_of_text);
 }
 
 // Runs a mode other than chat on a text.

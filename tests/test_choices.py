@@ -245,7 +245,7 @@ def test_a_rows_own_answers(tiny, table_model, tokenizer, exact):
     model = Model.from_bin(tiny)
     words = "the wind and sea of a harvest keeper. (10 1 7 yes; no: storm's Größe 灯塔".split()
     while len(rows) < 60:
-        text = r.choice(["", " "]).join(r.choices(words, k=r.randrange(5))) + r.choice(["", " ", "\n\n", "("])
+        text = r.choice(["", " "]).join(r.choices(words, k=r.randrange(5))) + r.choice(["", " ", "\n\n", "(", "\u3000"])
         texts = {r.choice(["", " "]) + " ".join(r.choices(words, k=r.randrange(1, 5))) for _ in range(r.randrange(3, 6))}
         rows.append({"id": len(rows), "text": text, "c d": sorted(texts)})
     data = [json.dumps(row) for row in rows]
