@@ -1894,8 +1894,7 @@ static ChatFormat chatml(bool has_think) {
     Bytes no_think = bytes("<|im_start|>assistant\n<think>\n\n</think>\n\n");
     return (ChatFormat){
         .open = {bytes("<|im_start|>system\n"), bytes("<|im_start|>user\n"), answer},
-        .close = {end, end, end},
-        .answer_open = {has_think ? no_think : answer, answer},
+        .close = {end, end, end}, .answer_open = {has_think ? no_think : answer, answer},
         .strip = bytes("</think>"), .trim = bytes("\n")};
 }
 
@@ -2142,8 +2141,7 @@ static const struct {
     [PERPLEXITY] = {"perplexity", false, 2, {"tokens", "nll", "ppl", "error"}},
     [EMBED] = {"embed", false, 1, {"vector", "error"}},
     [CHOICES] = {NULL, true, 1, {"choice", "p", "mass", "error"}},
-    [OWN_CHOICES] = {NULL, true, 1, {"choice", "p", "mass", "nll", "tokens", "error"}},
-};
+    [OWN_CHOICES] = {NULL, true, 1, {"choice", "p", "mass", "nll", "tokens", "error"}}};
 
 // ------------------------------------------------------------------------------------------------
 // Texts and places. A text waits, runs and ends. It has a place until a newer text needs it.
@@ -2702,8 +2700,7 @@ static const char end_of_budget[] = "\n\nConsidering the limited time by the use
 static const struct { const char *by, *name; } endings[] = {  // what ends an answer, or thinking
     [BY_BUDGET] = {"-r", NULL},
     [COMPLETE] = {"an end token", "stop"},  // name: "end" of an object
-    [IN_THINKING] = {"an end token", "thinking"},
-    [LIMIT_REACHED] = {"-n", "length"},
+    [IN_THINKING] = {"an end token", "thinking"}, [LIMIT_REACHED] = {"-n", "length"},
     [CONTEXT_ENDED] = {"a full context (-c)", "context"},
     [REPEATS] = {"repeating itself (-e 1.1 helps, -n -1 lets it go on)", "loop"}};
 _Static_assert(REPEATS + 1 == INTERRUPTED, "an ending has its names here");
@@ -3073,13 +3070,16 @@ static bool check_length(const App *app, size_t size, const Ids *ids) {
     return !error;
 }
 
-// Prepares a notice if this text is the first that is not UTF-8. Its first line has number `line`.
+// Prepares a notice of the first text that is not UTF-8, or has a NUL. Its first line is `line`.
 static void check_utf8(App *app, const char *name, size_t line, Bytes text) {
-    const size_t bad = find_bad_byte(text);
+    size_t bad = find_bad_byte(text);
+    const uint8_t *nul = bad ? memchr(text.p, 0, bad) : NULL;
+    if (nul) bad = nul - text.p;
     if (bad == text.n || app->not_utf8.n) return;
     for (size_t i = 0; i < bad; i++) line += text.p[i] == '\n';
-    buffer_print(&app->not_utf8, "%.300s: line %zu is not UTF-8, taken as it is; if it is Latin-1 "
-                 "(a guess): iconv -f LATIN1 -t UTF-8", name, line);
+    buffer_print(&app->not_utf8, "%.300s: line %zu %s, taken as it is; if it is %s (a guess): "
+                 "iconv -f %s -t UTF-8", name, line, nul ? "has a NUL byte" : "is not UTF-8",
+                 nul ? "UTF-16" : "Latin-1", nul ? "UTF-16LE" : "LATIN1");
 }
 
 // -v: where the model came from, the cache, the sampling, the chat template's own system prompt
@@ -4030,6 +4030,14 @@ static void json_parts(Json *j, Json content, Buffer *text) {
     }
 }
 
+// Members that other programs obey. Here they have no effect: options hold for all texts.
+static const char *const unread[] = {
+    "tool_calls", "function_call", "images", "reasoning_content",  // messages' members, too
+    "tools", "functions", "tool_choice", "max_tokens", "max_completion_tokens", "stop", "n",
+    "temperature", "top_p", "top_k", "min_p", "seed", "response_format", "logprobs", "top_logprobs",
+    "presence_penalty", "frequency_penalty", "logit_bias", "enable_thinking", "reasoning_effort",
+    "chat_template_kwargs", "think", "system", NULL};
+
 // Adds a message to `talk` and returns its role.
 static int json_message(Json *j, Conversation *talk) {
     static const char *const roles[] = {"system", "user", "assistant"};  // as in their enum
@@ -4038,6 +4046,10 @@ static int json_message(Json *j, Conversation *talk) {
     while (role >= 0 && !bytes_are(bytes_of(j->text), roles[role])) role--;
     json_check(j, *j->rest.p == '{', "messages", "one, {\"role\": ..., \"content\": ...}");
     json_check(j, role >= 0, "role", "system, user or assistant");
+    for (int i = 0; i < 4 && !j->ignored.n; i++) {
+        const Json value = json_member(*j, unread[i]);
+        if (memchr("[{\"", json_byte(&value), 3)) buffer_print(&j->ignored, ", %s", unread[i]);
+    }
     Message *last = talk->n ? &talk->p[talk->n - 1] : NULL;
     if (last && last->role == ASSISTANT)  // an earlier answer loses its thinking
         buffer_cut(&last->text, thinking_length(&j->tok->chat, bytes_of(&last->text)));
@@ -4048,13 +4060,6 @@ static int json_message(Json *j, Conversation *talk) {
     json_value(j, 0);
     return role;
 }
-
-// Members that other programs obey. Here they have no effect: options hold for all texts.
-static const char *const without_effect[] = {
-    "tools", "functions", "tool_choice", "max_tokens", "max_completion_tokens", "stop", "n",
-    "temperature", "top_p", "top_k", "min_p", "seed", "response_format", "logprobs", "top_logprobs",
-    "presence_penalty", "frequency_penalty", "logit_bias", "enable_thinking", "reasoning_effort",
-    "chat_template_kwargs", NULL};
 
 // Goes to the text or the messages of an object. Its other members go to `out`, each with a comma.
 // They do so in spite of an error, because `all` has none: a wrong row keeps its members.
@@ -4067,7 +4072,7 @@ static void json_object(Json *j, int kind, Buffer *out) {
     for (int i = 0; json_next(&all, "}", i == 0); i++) {
         const uint8_t *member = all.string;
         const Bytes name = bytes_of(j->text);
-        const char *const *added = modes[kind].members, *const *ignored = without_effect;
+        const char *const *added = modes[kind].members, *const *ignored = unread;
         while (*added && !bytes_are(name, *added)) added++;
         while (*ignored && !bytes_are(name, *ignored)) ignored++;
         const bool kept = !*added && !bytes_are(name, "text") && !bytes_are(name, "messages");
@@ -4309,8 +4314,7 @@ static void show_texts(const List *l) {
     const double done = fmax((double)l->read - l->e->n_texts - l->in_file, 0);
     const double part = all > 0 ? fmin(done / all, seconds / (seconds + age + 1e-9)) : 0;
     char of_all[64] = "", text[96];
-    if (all > 0)
-        snprintf(of_all, sizeof(of_all), " of %s%.0f", l->in.ended ? "" : "about ", all);
+    if (all > 0) snprintf(of_all, sizeof(of_all), " of %s%.0f", l->in.ended ? "" : "about ", all);
     snprintf(text, sizeof(text), "%.0f%s texts", done, of_all);
     progress_show(l->e->n_rows, part, text);
 }
@@ -4487,18 +4491,15 @@ static const char usage[] =  // after the line of --version
 
 static const struct { const char *others, *here; } hints[] = {
     {" model model-path ", "MODEL without an option"},
-    {" quiet silent ", "-q"},
-    {" verbose ", "-v"},
+    {" quiet silent ", "-q"}, {" verbose ", "-v"},
     {" think thinking enable-thinking reasoning ", "-r 1, or -r N for at most N tokens"},
     {" no-think no-thinking nothink hidethinking ", "-r 0"},
     {" json jsonl grammar grammar-file json-schema format response-format ", "-o 'TEXT|TEXT', "
      "-L FILE (a list in JSON), or for JSON an answer that is begun: .github/RECIPES.md"},
     {" chat-template chat-template-file ", "it in the model: export.py has --chat-template FILE"},
     {" chat conversation cnv interactive ", "nothing: without -i and -f it chats"},
-    {" embedding embeddings ", "-m embed"},
-    {" stream ", "nothing: answers come as they are made"},
-    {" ng ngl gpu-layers n-gpu-layers device ", "nothing: all runs on the CPU"},
-};
+    {" embedding embeddings ", "-m embed"}, {" stream ", "nothing: answers come as they are made"},
+    {" ng ngl gpu-layers n-gpu-layers device ", "nothing: all runs on the CPU"}};
 
 // Returns whether an argument's name, up to =, is one of these words; its _ count as -.
 static bool is_called(const char *arg, const char *words) {
@@ -4530,8 +4531,7 @@ static const Option *option_named(const char *arg) {
 // An argument that is no option, and stands after `before`, is MODEL. Else it ends the program.
 static void set_model(Options *o, const char *arg, const char *before) {
     const char *odd = *arg == '\xE2' ? arg : *before == '\xE2' ? before : NULL;  // U+2000 to U+2FFF
-    if (odd)
-        die_usage("%.80s: begins with a typographic dash or quote, expected - or \"", odd);
+    if (odd) die_usage("%.80s: begins with a typographic dash or quote, expected - or \"", odd);
     if (o->model)
         die_usage("%.80s: unexpected, as MODEL is \"%.99s\"; a prompt goes with -i, in quotes: "
                   "-i \"%.80s\"", arg, o->model, arg);

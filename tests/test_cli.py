@@ -242,6 +242,10 @@ def test_bytes_that_are_not_utf_8(small, tmp_path, mode):
         assert re.findall("qwen3: (.*UTF-8,.*)\n", result.stderr.decode()) == [
             f"{expected} is not UTF-8, taken as it is; if it is Latin-1 (a guess): "
             "iconv -f LATIN1 -t UTF-8"] * bool(expected)
+    file.write_text("a b\nc", encoding="utf-16-le")   # without its mark it is UTF-8
+    assert f"{file}: line 1 has a NUL byte, taken as it is; if it is UTF-16 (a guess): iconv -f UTF-16LE -t UTF-8\n" in (
+        qwen3(*run, "-f", file).stderr.decode())
+    file.write_bytes(latin)
     long = qwen3(*run, "-f", file, "-c", 2)
     assert mode in ("tokenize", "perplexity") or long.stderr.count(b"\n") == 1   # an error is alone
 

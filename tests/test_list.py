@@ -522,7 +522,8 @@ def test_json_as_plain_lines(tiny, line, is_json):
 
 OBEYED = ["tools", "functions", "tool_choice", "max_tokens", "max_completion_tokens", "stop", "n", "temperature",
           "top_p", "top_k", "min_p", "seed", "response_format", "logprobs", "top_logprobs", "presence_penalty",
-          "frequency_penalty", "logit_bias", "enable_thinking", "reasoning_effort", "chat_template_kwargs"]
+          "frequency_penalty", "logit_bias", "enable_thinking", "reasoning_effort", "chat_template_kwargs", "think",
+          "system", "tool_calls", "function_call", "images", "reasoning_content"]
 
 
 @pytest.mark.parametrize("data, line", [
@@ -570,6 +571,19 @@ def test_members_that_other_programs_obey(tiny):
     assert f"no effect: {', '.join(OBEYED)} (" in error.decode()
     assert b"no effect" not in run_json(tiny, b'{"text":"a","x":{"n":1},"stop ":1}\n"n"', *GREEDY, "-n", 1)[1]
     assert run_json(tiny, rows, *GREEDY, "-n", 3, "-q")[1] == b""
+
+
+@pytest.mark.parametrize("name, value, said", [
+    ("tool_calls", [{"id": "1"}], True), ("function_call", {"name": "f"}, True), ("images", ["iVBOR"], True),
+    ("reasoning_content", "I add.", True), ("tool_calls", None, False), ("name", "Max", False)])
+def test_members_of_messages_that_others_render(tiny, name, value, said):
+    """The answer does without them: a notice, once. Others, and null, are quiet."""
+    talk = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "", name: value},
+            {"role": "user", "content": "Hello"}]
+    without = [{key: m[key] for key in ("role", "content")} for m in talk]
+    lines, error = run_json(tiny, [talk, talk], *GREEDY, "-n", 3)
+    assert error.count(b"no effect") == error.count(f"line 1: no effect: {name} (".encode()) == said, error
+    assert lines == run_json(tiny, [without] * 2, *GREEDY, "-n", 3)[0]
 
 
 # -- what stderr says
