@@ -650,8 +650,8 @@ static Bytes bytes_from(Bytes b, size_t start) {  // b.p may be NULL if `start` 
 }
 
 enum { OTHER, LETTER, NUMBER, SPACE, END };  // classes of characters; END: after the text
-// Bits of Tokenizer.kind. SPECIAL: not written. ANSWERED: counts in answers, with WORD everywhere.
-enum { ADDED = 1, SPECIAL = 2, NORMALIZED = 4, WORD = 8, ANSWERED = 16 };
+// Bits of Tokenizer.kind. SPECIAL: not written. ANSWERED: counts in answers; A_WORD: everywhere.
+enum { ADDED = 1, SPECIAL = 2, NORMALIZED = 4, A_WORD = 8, ANSWERED = 16 };
 enum { SYSTEM, USER, ASSISTANT };  // who wrote a message
 
 typedef struct {           // the text around the messages of a conversation: see The chat format
@@ -806,14 +806,14 @@ static void encode_token(Encoder *enc, int id) {
 }
 
 // Adds plain text, which encode_flush will encode. A mark in it, such as <|im_end|>, stays plain
-// text: no merges make it, and no mark is a WORD. So a user can't forge the chat format.
+// text: no merges make it, and no mark is A_WORD. So a user can't forge the chat format.
 static void encode_plain(Encoder *enc, Bytes text) { buffer_add(&enc->pending, text); }
 
 // Adds text in which added tokens may be spelled out: these go to encode_token, what is between
 // them to encode_plain. (Part II)
 static void encode_marked(Encoder *enc, Bytes text);
 
-// Adds a message. In it count a fine-tune's WORDs: added tokens such as names, but no marks; in an
+// Adds a message. In it count a fine-tune's words: added tokens such as names, but no marks; in an
 // answer all count that are not SPECIAL, because a model draws them as tokens. (Part II)
 static void encode_message(Encoder *enc, Bytes text, int role);
 
@@ -1689,7 +1689,7 @@ static void take_ids(Cursor *in, const Tokenizer *tok, Ids *ids) {
 }
 
 // adde: u32 id, u32 1 if it is SPECIAL (not written in answers) + 2 if it is NORMALIZED (found in
-// the form NFC) + 4 if it is a WORD (counts in users' texts; a SPECIAL one never does), for each
+// the form NFC) + 4 if it is A_WORD (counts in users' texts; a SPECIAL one never does), for each
 // added token, by id. An empty section leaves the guess of take_tokens.
 static void take_added(Cursor *in, Tokenizer *tok) {
     if (in->rest.n) memset(tok->kind, 0, tok->vocab_size);
@@ -1865,7 +1865,7 @@ static void encode_cut(Encoder *enc, Bytes text, int which) {
 static void encode_marked(Encoder *enc, Bytes text) { encode_cut(enc, text, ADDED); }
 
 static void encode_message(Encoder *enc, Bytes text, int role) {
-    encode_cut(enc, text, role == ASSISTANT ? ANSWERED : ANSWERED | WORD);
+    encode_cut(enc, text, role == ASSISTANT ? ANSWERED : ANSWERED | A_WORD);
 }
 
 static void index_tokens(Tokenizer *tok, const char *file) {

@@ -541,7 +541,7 @@ static void fuzz_chat(Bytes in) {
     ChatFormat *f = &t.chat;
     uint8_t kind[t.vocab_size];
     t.kind = memcpy(kind, tiny.kind, sizeof(kind));
-    if (flags & 16) kind[token_find(&t, bytes("<tool_call>"), true)] |= WORD;  // as a fine-tune's words
+    if (flags & 16) kind[token_find(&t, bytes("<tool_call>"), true)] |= A_WORD;  // as a fine-tune's words
     if (flags % 8 < 2) {
         *f = chatml(flags & 32);
     } else {
@@ -557,7 +557,7 @@ static void fuzz_chat(Bytes in) {
         Bytes text = take_until(&in, 0xFF);
         begun = role == ASSISTANT && (!in.n || i == 19);
         Message *m = conversation_add(&c, role, role == ASSISTANT && !begun ? (Bytes){0} : text);
-        if (role != ASSISTANT) expected += count_spelled(&t, text, ANSWERED | WORD);
+        if (role != ASSISTANT) expected += count_spelled(&t, text, ANSWERED | A_WORD);
         if (begun) more += count_spelled(&t, text, ANSWERED);
         if (begun) break;
         if (role == ASSISTANT) {

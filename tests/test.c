@@ -1270,11 +1270,11 @@ static void test_added(void) {
             for (size_t i = 0; i < text[id].n && id >= 256; i++) letters[id][i] = (uint8_t)('a' + below(2));
             bool is_new = id >= 256;
             for (int other = 256; other < id; other++) is_new &= !bytes_equal(text[id], text[other]);
-            if (is_new) kind[id] = ADDED | below(8) * SPECIAL;  // with NORMALIZED and WORD
+            if (is_new) kind[id] = ADDED | below(8) * SPECIAL;  // with NORMALIZED and A_WORD
         }
         index_tokens(&t, "a test");
         const int scope = trial % 3, normalized = trial % 2 ? NORMALIZED : 0;  // all; an answer's; a user's
-        const int which = normalized | (scope == 0 ? ADDED : scope == 1 ? ANSWERED : ANSWERED | WORD);
+        const int which = normalized | (scope == 0 ? ADDED : scope == 1 ? ANSWERED : ANSWERED | A_WORD);
         size_t at = 0, from = 0;
         for (int found = 0; found >= 0; from = at += found >= 0 ? text[found].n : 0) {
             int expected = -1;
@@ -1282,7 +1282,7 @@ static void test_added(void) {
             for (; there < rest.n; there++) {
                 for (int id = 256; id < t.vocab_size; id++) {
                     Bytes a = text[id];
-                    bool counts = kind[id] && (scope == 0 || !(kind[id] & SPECIAL)) && (scope < 2 || kind[id] & WORD);
+                    bool counts = kind[id] && (scope == 0 || !(kind[id] & SPECIAL)) && (scope < 2 || kind[id] & A_WORD);
                     bool is_there = counts && (kind[id] & NORMALIZED) == normalized && a.n <= rest.n - there
                         && !memcmp(a.p, s + there, a.n);
                     if (is_there && (expected < 0 || a.n > text[expected].n)) expected = id;
