@@ -611,13 +611,12 @@ static void fuzz_session(Bytes in) {
     e->pass->batch = min_int(o->batch, e->pass->batch);
     e->model.state.context = o->context > 0 && o->context < most ? o->context : most;
     if (o->n < 0 || o->n > 2) o->n = 2;
-    e->max_new = o->n;
     e->pass->logit_rows = min_int(e->pass->batch, e->pass->logit_rows);
     e->mode = o->mode < 0 ? CHAT : o->mode;
     e->kind = o->choices.n ? CHOICES : (int)e->mode;
     if (e->mode == PERPLEXITY && e->model.state.context < 2) return;  // load_model() refuses it
     bool chat = e->mode == CHAT;
-    find_thinking(&app);
+    prepare_answers(&app);
     prepare_places(&app);
     if (chat && o->system) conversation_add(&app.conversation, SYSTEM, bytes(o->system));
     o->out = NULL;                              // writes no files here

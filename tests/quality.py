@@ -51,7 +51,7 @@ def by_transformers(path):
 
 def by_reference(source):
     """The same by reference.py, of the tensors as export.py reads them."""
-    config = source.config | {"architectures": [source.family.architecture],
+    config = source.config | {"architectures": [source.family.architectures.split()[0]],
                               "rope_parameters": source.config["rope"]}
     config |= {"tie_word_embeddings": bool(config.get("tie_word_embeddings"))}
     config.setdefault("head_dim", source.family.head_dim)
