@@ -12,17 +12,17 @@
    numbers (sample). It writes this token, appends it and runs it, until the answer ends (run_text).
 
    Inside the model, each token of the text is dim numbers: a vector x (dim), the residual stream.
-   (A name is followed by its shape.) x begins as the token's row of the embedding table. Layer
-   after layer changes x twice. First a layer adds what attention finds in this token and those
-   before it. Then it adds what a feed-forward network computes from the new x. For attention,
-   matrices make of each token a query q, what it looks for; a key k, what it is found by; and a
-   value v, what it gives to those that find it. The dot products of its query with the keys of all
-   positions (places in the text) up to its own become shares that add up to 1 (softmax). The result
-   is the sum of the values, each times its share. A layer does this in n_heads heads side by side.
-   Each has a query (head_dim) of its own, and so its own shares; but every few neighbours share a
-   kv head: one key and one value. A token's x, k and v depend only on it and on those before it. So
-   they stay right when tokens are appended, and each token runs once: the KV cache keeps, for each
-   layer and kv head, the keys K and the values V (positions, head_dim) of all positions so far.
+   (A name is followed by its shape.) x begins as the token's row of the embedding table
+   (vocab_size, dim). Layer after layer changes x twice. First a layer adds what attention finds in
+   this token and those before it. Then it adds what a feed-forward network computes from the new x.
+   For attention, matrices make of each token a query q, what it looks for; a key k, what it is
+   found by; and a value v, what it gives to those that find it. The dot products of its query with
+   the keys of all positions (places in the text) up to its own become shares that add up to 1
+   (softmax). The result is the sum of the values, each times its share. A layer does this in
+   n_heads heads side by side. Each has its own query (head_dim), and so its own shares; but each kv
+   head, one key and one value, serves a few neighbours. A token's x, k and v depend only on it and
+   on those before it. So they stay right when tokens are appended, and each token runs once: the KV
+   cache keeps, for each layer and kv head, all keys K and values V so far (positions, head_dim).
    One layer computes
 
      h = rmsnorm(x, rms_att)                  rmsnorm(x, w) = w * x / sqrt(mean(x^2) + eps)
@@ -36,10 +36,10 @@
      x = x + W2 (silu(W1 h) * (W3 h))         SwiGLU; silu(z) = z / (1 + exp(-z)); W1 and W3 are
                                               (hidden_dim, dim), W2 is (dim, hidden_dim)
 
-   Wq h is a matrix times a vector. q . K are the dot products of q with the rows of K; shares times
-   V is the sum of the rows of V, each times its share. u * v multiplies element by element. All W,
-   rms_ and _norm are weights; eps is mostly 1e-6. Before it is multiplied with a W, a vector is
-   rounded to 8 bits (quantize; comments write Q8(h)):
+   Wq h is a matrix (out, in) times a vector (in). q . K are the dot products of q with the rows of
+   K; shares times V is the sum of the rows of V, each times its share. u * v multiplies element by
+   element. The embedding table, all W, rms_ and _norm are weights; eps is mostly 1e-6. One step is
+   left out: quantize rounds a vector to 8 bits before a W multiplies it (in comments Q8(h)):
 
      x -+- norm, Q8, Wq Wk Wv, rope, attention, Q8, Wo -(+)-+- norm, Q8, W1 W3, silu, Q8, W2 -(+)- x
         '------------------------------------------------'  '----------------------------------'
@@ -48,7 +48,7 @@
    kv heads of head_dim 128: a position's keys and values take 2 * 28 * 8 * 128 * 4 = 229,376 bytes.
 
      Norm.    rmsnorm brings vectors of any magnitude to about the same one: so x may grow from
-              layer to layer. The norms of q and k (QK-norm) bound q . k: see Scale.
+              layer to layer. The norms of q and k (QK-norm) keep q . k small: Scale says why.
      Scale.   q . k sums head_dim products, some positive and some negative. Its magnitude is about
               sqrt(head_dim) times that of one product. Dividing by this makes heads of any width
               alike. Else softmax could give nearly all to one position.
@@ -67,13 +67,13 @@
    token of x. So an answer's first token is drawn by the last x of the prompt. The logits of an
    earlier x only tell how well the model predicts a given text (-m perplexity).
 
-   To learn how a language model runs, read Part I: run_layer and run_text first, because they name
+   To learn how a model runs, read Part I: run_layer and "The main loop" first, because they name
    the rest, then from the top. It is the whole definition, in plain C: one text, one token at a
    time, from the text's bytes to the answer's. (Of what is only declared, a comment says what it
-   does and where.) Part II, the program, runs many texts together, in passes of many tokens. Part
-   III, the machine, computes a pass with all threads and SIMD instructions. Both give Part I's
-   results, equal bit for bit, in less time. `make plain` builds a program that computes as Part I
-   does, for a debugger and the tests. A port to a CPU begins with it, and needs "SIMD primitives".
+   does and where.) Part II, the program, runs many texts at once, in passes of many tokens. Part
+   III, the machine, computes a pass with threads and SIMD instructions. Both give Part I's results
+   bit for bit, in less time. `make plain` (-DPLAIN) builds a program that runs run_text, also with
+   lists and -C 8, for debuggers and tests. A port begins with it, and needs "SIMD primitives".
 
    Part I, the model              Part II, the program                      Part III, the machine
      Types, with their shapes       Errors and memory     Checks and notices    SIMD primitives
@@ -136,15 +136,15 @@ typedef struct {
     int max_seq_len;        // positions the model was made for; HF max_position_embeddings
     int head_dim;           // n_heads * head_dim need not be dim
     int shared_classifier;  // 1: Wcls is the token embedding; HF tie_word_embeddings
-    int group_size;         // of all matrices: see Matrix; divides dim, q_dim and hidden_dim
+    int group_size;         // weights that share a scale; divides dim, q_dim and hidden_dim
     int layer_bits;         // of a weight of the layers' matrices, 8 or 4; the others have 8
-    int eight_bits;         // bit i set: matrix i of wq wk wv wo w1 w2 w3 has 8 all the same
-    int panels;             // 1: the file has the matrices in panels, as Matrix does
+    int eight_bits;         // bit i set: matrix i of wq wk wv wo w1 w2 w3 has 8 despite layer_bits
+    int panels;             // 1: the file has matrices in panels (see weight_int), 0: row by row
     int8_t levels[16];      // with 4 bits: the int8 values that a weight can have
     float rope_theta;
     float rms_norm_eps;
     int rope_scaling;       // not 0: rope is scaled for longer texts, by the next two
-    float rope_factor;      // on cos and sin
+    float rope_factor;      // multiplies cos and sin: see rope_frequency
     const float *rope_freq; // (head_dim / 2) radians per position
     int qkv_bias;           // 1: Wq, Wk and Wv have biases (Qwen2)
     int no_qk_norm;         // 1: no QK-norm (Qwen2)
@@ -187,7 +187,7 @@ typedef struct {
     const float *router;   // (n_experts, dim) or NULL    mlp.gate
 } Layer;
 
-typedef struct {
+typedef struct {             // take_weights (Part II) has their order in the file
     Matrix embedding;        // (vocab_size, dim)             model.embed_tokens
     Layer *layers;           // (n_layers)                    model.layers.N
     const float *rms_final;  // (dim)                         model.norm
@@ -233,7 +233,7 @@ typedef struct { Config config; Weights weights; State state; } Model;  // load_
 // which Part III keeps: a text's results never depend on threads, on how many tokens run together
 // or on other texts. They do depend on the CPU (has it fma?) and the C library (powf, cosf, sinf).
 
-// a * b + c, rounded once where the CPU has fma, else twice. Nothing else is fused (-ffp-contract).
+// a * b + c, rounded once if the CPU has fma, else twice. Nothing else fuses (-ffp-contract=off).
 static float mul_add(float a, float b, float c);
 
 // exp(x), with an error of at most 2 units in the last place, exactly 1 for x = 0; 0 for x < -87.7,
@@ -284,7 +284,7 @@ static float softmax_terms(float *x, int n, float max) {
     return sum_of(x, n, false);
 }
 
-// gate = silu(gate) * up, all (n): HF Qwen3MLP
+// gate = silu(gate) * up, all (n), here and in Part III: HF Qwen3MLP
 static void silu_times(float *gate, const float *up, int n) {
     for (int i = 0; i < n; i++) gate[i] = gate[i] / (1 + fast_exp(-gate[i])) * up[i];
 }
@@ -294,20 +294,20 @@ static void silu_times(float *gate, const float *up, int n) {
 // than the arithmetic. So all matrices but the router are quantized: they take fewer bytes.
 //
 // With 8 bits, the weights of a group (32 to 256 consecutive ones of a row) are stored as int8
-// values and one float scale: a weight is its int8 times the scale. (The largest weight sets the
+// values and a float scale: a weight is its int8 times the scale. (The largest weight sets the
 // scale: a very large one makes its group coarse.) The layers' matrices may have 4 bits: then a
-// weight is levels[its 4 bits] times a scale of 16 bits, with a table `levels` of 16 int8 values.
-// Just before a vector is multiplied with such a matrix, it is quantized, too, always to 8 bits and
-// in groups of the same size. So the dot product of a group of weights and a group of the vector is
-// a sum of integers, at most 256 * 128 * 127 < 2^22, exact even as a float, times the two scales.
+// weight is levels[its 4 bits], the nearest of export.py's 16 int8 values, times a scale of 16
+// bits. Before a vector is multiplied with such a matrix, it is quantized, too, always to 8 bits,
+// in groups of this size. So the dot product of a group of weights and one of the vector is a sum
+// of integers, at most 256 * 128 * 127 < 2^22, exact even as a float, times the two scales.
 
-// Returns weight i of row r without its scale. A row is a sequence of bytes; 4 bytes are a word.
-// With 8 bits, byte i is weight i. With 4 bits, a group has group_size / 2 bytes: the low nibble of
-// its byte j is weight j, the high nibble is weight j + group_size / 2. In memory a matrix is made
-// of panels of 16 rows (the last one padded), word 0 of each row, then word 1 of each, and so on:
+// Returns weight i of row r without its scale. A row is bytes; 4 bytes are a word. With 8 bits,
+// byte i is weight i. With 4 bits, a group has group_size / 2 bytes: the low nibble of its byte j
+// is weight j, the high one weight j + group_size / 2. In memory a matrix is panels of 16 rows (the
+// last padded), and a panel is columns: word 0 of each row, then word 1 of each, and so on:
 //   row 0, word 0 | row 1, word 0 | ... | row 15, word 0 | row 0, word 1 | row 1, word 1 | ...
 // SIMD instructions compute 4 to 16 rows at once: so they find these rows' words side by side. With
-// 8 bits and 64 columns, weight (17, 6) is byte 16 * 64 (panel 0) + 64 (word 0) + 4 + 2 = 1094.
+// 8 bits and rows of 64, weight (17, 6) is byte 16 * 64 (panel 0) + 64 (column 0) + 4 + 2 = 1094.
 enum { PANEL = 16 };
 
 INLINE int weight_int(const Matrix *w, int r, int i) {
@@ -326,9 +326,9 @@ INLINE float weight_scale(const Matrix *w, int r, int g) {
 }
 
 // out = Q8(x), x (n). The scale of a group is max|x| / 127, and its values are x * (127 / max|x|),
-// rounded to the nearest integer, of two equally near ones to the even one (rintf). Where the scale
-// would be below the smallest normal number, all is 0. Where x has a NaN or infinity, that is the
-// scale, and the values are 0: so every product with the group is NaN.
+// rounded to the nearest integer, ties to even (rintf): so an error is at most about half a scale.
+// Where the scale would be below the smallest normal number, all is 0. Where x has a NaN or
+// infinity, that is the scale, and the values are 0: so every product with the group is NaN.
 static void quantize(Q8 out, const float *x, int n, int group_size) {
     for (int g = 0; g < n / group_size; g++, x += group_size) {
         const float max = max_abs(x, group_size);
@@ -374,9 +374,9 @@ static void add(float *x, const float *y, int n) {
 // last pair turns almost theta times as slowly and tells near from far.
 
 // Returns the frequency of pair j in radians per position: theta^(-2j / head_dim). If rope is
-// scaled for longer texts than those of the model's training (YaRN, arXiv 2309.00071), the file has
-// other frequencies: the slow pairs turn slower still, so that they do not go round further than in
-// training. A factor on cos and sin makes q . k larger: more positions make a softmax flatter.
+// scaled for texts longer than in training (YaRN, arXiv 2309.00071), the file has other
+// frequencies: the slow pairs turn slower still, so that they go round no further than in training.
+// More positions make a softmax flatter. Against this, a factor on cos and sin makes q . k larger.
 static float rope_frequency(const Config *c, int j) {
     return c->rope_scaling ? c->rope_freq[j] : 1 / powf(c->rope_theta, 2 * j / (float)c->head_dim);
 }
@@ -426,9 +426,9 @@ static void norm_and_quantize(Model *m, const float *w) {
     quantize(s->h8, s->h, c->dim, c->group_size);
 }
 
-// With option -C 8, Part III's KV cache has x (n), k or v, in 8 bits: so x becomes Q8(x) in groups
-// of 16, times the scales. This is for long texts: each token reads all keys and values so far, now
-// 0.31 of the bytes. (k has a few large elements, which would make larger groups coarse.)
+// With option -C 8, Part III's KV cache has k and v in 8 bits, in groups of 16. Here x (n), k or v,
+// stays floats, but becomes the same numbers. Each token reads all keys and values so far, now 0.31
+// of the bytes. (k has a few large elements: they would make larger groups coarse.)
 static void round_to_int8(float *x, int n) {
     int8_t int8[16];
     float scale = 0;
@@ -538,9 +538,9 @@ static void feed_forward(Model *m, const Layer *layer, int expert, float *out) {
 }
 
 // Chooses the n_experts_used experts with the largest term, of equal terms the lower number. term
-// is Wr h and becomes its exp; term and share are (n_experts). The share of a chosen expert is its
-// exp over the sum of all chosen ones' (the softmax's own sum cancels), or with no_topk_norm over
-// the sum of all. Every other share is 0. Returns false, all shares 0, if the sum of all is NaN.
+// is Wr h and becomes exp(term - max); term and share are (n_experts). A chosen expert's share is
+// its term over the sum of the chosen terms (the softmax's own sum cancels), or with no_topk_norm
+// over the sum of all. Other shares are 0. Returns false, all shares 0, if the sum of all is NaN.
 static bool choose_experts(const Config *c, float *term, float *share) {
     const float all = softmax_terms(term, c->n_experts, max_of(term, c->n_experts));
     float chosen = 0;
@@ -576,9 +576,10 @@ static void run_experts(Model *m, const Layer *layer) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// The whole model, for one token. Part III computes the same bits for many tokens at once: it calls
-// what works on one vector, like rmsnorm. The rest from dot_row to compute_logits is there again,
-// and run_text in Part II: change these in both places.
+// The whole model, for one token. Part III computes the same bits for many tokens at once. It calls
+// rmsnorm, silu_times, quantize, add, embed, rope_angles, norm_and_rope, choose_experts and what
+// these call. It has its own form of the other functions from dot_row to compute_logits, and Part
+// II has its own run_text and encode_piece: change these in both places.
 
 // Runs layer l: x of the token at position pos becomes x + attention, then x + feed-forward.
 static void run_layer(Model *m, int l, int pos) {
@@ -622,16 +623,16 @@ static float *compute_logits(Model *m) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Text to tokens. The text is cut at added tokens. Most are marks, a token each: <|im_start|> says
-// to the model that a message begins. (Spelled out in a user's message, a mark is plain text.)
-// The text between them is normalized: in Unicode's form NFC, e and a combining accent (U+0301)
-// become one character (U+00E9), so that both spellings get the same ids. Then a regular expression
-// cuts it into pieces, mostly words with the space before them: "Hello, world" becomes "Hello" ","
-// " world", ids 9707 11 1879. Then comes byte-pair encoding: each byte of a piece is a token. A
-// merge makes one token of two neighbours; of the merges in the vocabulary that fit, the one of
-// highest priority is next: l o w e r -> l o w er -> l ow er -> l ower -> lower. Vocabulary and
-// priorities were made before training, from the most frequent pairs of the training texts: the
-// model only knows texts that are cut in this way.
+// Text to tokens. Added tokens were put into the vocabulary by hand. Most are marks: <|im_start|>
+// says to the model that a message begins. A raw text is cut at all of them, a user's message at no
+// marks: there <|im_start|> is plain text. The text between them is normalized: in Unicode's form
+// NFC, e and a combining accent (U+0301) become one character (U+00E9), so that both spellings get
+// the same ids. Then a regular expression cuts it into pieces, mostly words with the space before
+// them: "Hello, world" becomes "Hello" "," " world", ids 9707 11 1879. Then comes byte-pair
+// encoding: each byte of a piece is a token. A merge makes one token of two neighbours, if their
+// bytes together are a token. The merge of the highest priority is next: l o w e r -> l o w er ->
+// l ow er -> l ower -> lower. Vocabulary and priorities were made before training, from the most
+// frequent pairs of the training texts: the model only knows texts that are cut in this way.
 
 typedef struct { const uint8_t *p; size_t n; } Bytes;  // owned elsewhere; no NUL ends a text
 typedef struct { uint8_t *p; size_t n, cap; } Buffer;  // bytes that grow: p has room for `cap`
@@ -650,7 +651,8 @@ static Bytes bytes_from(Bytes b, size_t start) {  // b.p may be NULL if `start` 
 }
 
 enum { OTHER, LETTER, NUMBER, SPACE, END };  // classes of characters; END: after the text
-// Bits of Tokenizer.kind. SPECIAL: not written. ANSWERED: counts in answers; A_WORD: everywhere.
+// Bits of Tokenizer.kind. SPECIAL: not written. NORMALIZED: found in form NFC. Spelled out, an
+// ADDED token is one token in a raw text, in an answer if ANSWERED, in other messages if A_WORD.
 enum { ADDED = 1, SPECIAL = 2, NORMALIZED = 4, A_WORD = 8, ANSWERED = 16 };
 enum { SYSTEM, USER, ASSISTANT };  // who wrote a message
 
@@ -661,7 +663,7 @@ typedef struct {           // the text around the messages of a conversation: se
     Bytes close[3];        // after it
     Bytes answer_open[2];  // before the model's answer: [0] if it is not to think first (mostly
                            // with an empty <think> block), [1] if it is
-    Bytes begun;           // before an answer whose beginning is given (older files lack it)
+    Bytes begun;           // before an answer whose beginning is given (not in files before 5.0)
     Bytes strip;           // </think>: all up to the last one is cut from an earlier answer,
     Bytes trim;            // and then any of these characters from the start of what is left
 } ChatFormat;
@@ -752,7 +754,7 @@ typedef struct {     // text arrives in parts, some of which may hold added toke
     Buffer pending;  // not encoded yet: its last piece may go on in the next part
 } Encoder;
 
-// Appends the text in form NFC, or as it is if an older tokenizer file has no data. (Part II)
+// Appends the text in form NFC, or as it is if the file has no data for it (before 5.0). (Part II)
 static void normalize(const Tokenizer *tok, Buffer *out, Bytes text);
 
 // Returns the token with exactly these bytes: if `added`, an added one, else one that merges make;
@@ -782,7 +784,7 @@ static void encode_piece(const Tokenizer *tok, Bytes piece, Ids *out) {
     }
 }
 
-// encode_piece, but its time does not grow with the square of the bytes (Part II)
+// Calls encode_piece with -DPLAIN, else does the same in n log n steps in place of n^2. (Part II)
 static void merge_piece(const Tokenizer *tok, Bytes piece, Ids *out);
 
 // Encodes the plain text that has arrived. A byte makes at most one token: so all counts fit into
@@ -805,19 +807,19 @@ static void encode_token(Encoder *enc, int id) {
     ids_add(enc->out, id);
 }
 
-// Adds plain text, which encode_flush will encode. A mark in it, such as <|im_end|>, stays plain
-// text: no merges make it, and no mark is A_WORD. So a user can't forge the chat format.
+// Adds plain text for encode_flush. A mark in it, such as <|im_end|>, stays plain: no merges make
+// it, and encode_message finds none in a user's text. So a user can't forge the chat format.
 static void encode_plain(Encoder *enc, Bytes text) { buffer_add(&enc->pending, text); }
 
 // Adds text in which added tokens may be spelled out: these go to encode_token, what is between
 // them to encode_plain. (Part II)
 static void encode_marked(Encoder *enc, Bytes text);
 
-// Adds a message. In it count a fine-tune's words: added tokens such as names, but no marks; in an
-// answer all count that are not SPECIAL, because a model draws them as tokens. (Part II)
+// Adds a message. Of added tokens only an A_WORD is found in it: a name that a fine-tune added. In
+// an answer all but SPECIAL ones are, because a model draws them as tokens. (Part II)
 static void encode_message(Encoder *enc, Bytes text, int role);
 
-// Appends the ids of a text. All added tokens count if `marked`, else those that do for a user.
+// Appends the ids of a text. If `marked`, all added tokens are found, else those of a user's text.
 static void encode_part(const Tokenizer *tok, Bytes text, bool marked, Ids *out) {
     Encoder enc = {.tok = tok, .out = out};
     if (marked) encode_marked(&enc, text);
@@ -836,9 +838,9 @@ static void encode_raw(const Tokenizer *tok, Bytes text, Ids *out) {
 // ------------------------------------------------------------------------------------------------
 // The sampler: repetition penalty, presence penalty (which HF lacks), temperature, top-k, top-p, in
 // HF's order. (The likeliest token each time would make a dull text that repeats itself.) Top-k and
-// top-p cut off the very many unlikely tokens: else one of them would be drawn now and then. Tokens
-// are ordered by probability, of equal ones the lower id first. Nothing is sorted: each step is a
-// loop over the vocabulary that compilers vectorize. Most take as long for any probabilities.
+// top-p cut off the many unlikely tokens: else one would be drawn now and then. Tokens are ordered
+// by probability, of equal ones the lower id first. Nothing is sorted: each step is a loop over the
+// vocabulary that compilers vectorize. The time of most does not depend on the probabilities.
 
 typedef struct {
     float temperature;  // divides the logits: < 1 favours likely tokens; 0: always the likeliest
@@ -878,7 +880,7 @@ static int argmax(const float *x, int n) {
     return best;
 }
 
-// Replaces logits (n) by exp((logit - max) / temperature): probabilities, each over the largest
+// Replaces logits (n) by exp((logit - max) / temperature): probabilities divided by the largest
 static void likelihoods(float *logits, int n, float max, float temperature) {
     for (int i = 0; i < n; i++) logits[i] = fast_exp((logits[i] - max) / temperature);
 }
@@ -890,9 +892,9 @@ static void keep_likelier(float *p, int n, int id) {
     for (int i = id; i < n; i++) p[i] = p[i] > limit ? p[i] : 0;
 }
 
-// Sets all p but the k largest to 0. The search for the k-th largest begins with large steps, then
-// it halves what is left: at least k values are >= least, fewer than k are >= above. If several are
-// equal to the k-th largest, the lowest ids of these stay.
+// Sets all p but the k largest to 0; of equal ones the lower ids stay. The largest p is 1, others
+// go down to 1e-38: so the search for the k-th largest divides by 256 first, then it halves what is
+// left. At all times at least k values are >= least, and fewer than k are >= above.
 static void keep_top_k(float *p, int n, int k) {
     float least = 0, above = 2;
     int kept = n;  // how many values are >= least
@@ -991,8 +993,6 @@ static bool writer_token(Writer *out, const Tokenizer *tok, int id);
 //   A B C D    3      4       D runs, and E is drawn
 //   A B C D E  4      5       E runs, and a stop id is drawn, which is not appended
 //   A B C D E  5      5       COMPLETE
-//
-// Part II runs many texts together, and guesses ids: the same results. -DPLAIN runs this loop.
 
 typedef enum {
     GOES_ON,
@@ -1010,7 +1010,7 @@ typedef struct Text {  // add_text makes it (Part II)
     size_t n_prompt;   // ids of the prompt
     size_t max_ids;    // the most ids of prompt and answer together (option -n)
     size_t context;    // the most positions that fit into the cache (option -c)
-    size_t watched;    // repeats are looked for from this id on (with -n: nowhere)
+    size_t watched;    // repeats are looked for from this id on (with -n it is INT_MAX)
     int repeats;       // how much it repeats itself: see repeats_itself
     bool embeds;       // no id is predicted: x becomes an embedding
     double nll;        // the sum of -log(probability) of its scored ids (negative log-likelihood)
@@ -1058,7 +1058,7 @@ static Ending append_id(const Tokenizer *tok, Text *text, int id) {
     return ids->n <= text->context ? GOES_ON : CONTEXT_ENDED;  // there is room to run it
 }
 
-// Calls append_id for a drawn id, and for those that end the thinking by -r N or repeats. (Part II)
+// Calls append_id for a drawn id, and to end thinking of N ids (option -r N) or repeats. (Part II)
 static Ending accept_id(const Tokenizer *tok, Text *text, int id);
 
 // Draws the target by the logits of the id before it, which are overwritten. Returns as append_id.
@@ -1068,7 +1068,7 @@ static Ending draw_next(const Tokenizer *tok, Text *text, float *logits) {
     return id < 0 ? FAILED : accept_id(tok, text, id);
 }
 
-// Returns the logit of an id. (Part II. There -1, the last id of a given answer, is any stop id.)
+// Returns the logit of an id. (Part II. Its Given answers may end with the id -1: any stop id.)
 static double logit_of(const Tokenizer *tok, const float *logits, int id);
 
 // Returns -log(probability) of an id by the logits of the id before it, which are overwritten.
@@ -1088,7 +1088,7 @@ static Ending add_nll(Text *text, double nll) {
 // Makes an embedding of x (dim). Returns COMPLETE, or FAILED if it is not finite. (Part II)
 static Ending embed_text(const Model *m, Text *text, float *x);
 
-// Runs a text to its end, one token at a time.
+// Runs a text to its end, one token at a time. (Part II runs many, and guesses ids: see Drafts.)
 static void run_text(Model *m, const Tokenizer *tok, Text *text) {
     const Ids *ids = &text->ids;
     while (text->ending == GOES_ON) {
@@ -1115,21 +1115,21 @@ static void run_text(Model *m, const Tokenizer *tok, Text *text) {
 // <think>, what it considers, and </think>. Then it writes the answer and <|im_end|>.
 //
 // export.py has turned the template into a ChatFormat. Each turn encodes the whole conversation
-// anew. In Part II its first ids that equal those in the cache do not run again, its last one does:
-// its x gives the logits. If a <think> block, even an empty one, came before the last answer, the
-// next turn leaves it out, as in training. The tokens after it then have other positions and
-// see other tokens: so they run again.
+// anew. In Part II its first ids do not run again, as far as the cache has them. But its last id
+// always runs, because its x gives the logits. If a <think> block, even an empty one, came before
+// the last answer, the next turn leaves it out, as in training. The tokens after it then have other
+// positions and see other tokens: so they run again.
 
 typedef struct {
     int role;     // SYSTEM (instructions for all of it), USER or ASSISTANT (the model)
     Ids ids;      // of an answer that the model drew: its tokens
     Buffer text;  // of any other message, its bytes. If option -x TEXT ended a drawn answer inside
-                  // a token: that token's bytes before TEXT (it is not in ids)
+                  // a token: that token's bytes before TEXT (Part II takes the token out of ids)
 } Message;
 
 typedef struct { Message *p; size_t n, cap; } Conversation;
 
-// Returns how many bytes of an answer are thinking: up to the last </think> and its newlines.
+// Returns the length of an answer's thinking: to the last </think> and its newlines; 0 without one.
 static size_t thinking_length(const ChatFormat *f, Bytes text) {
     size_t n = find_last(text, f->strip);
     while (n > 0 && n < text.n && f->trim.n && memchr(f->trim.p, text.p[n], f->trim.n)) n++;
