@@ -36,12 +36,11 @@ Without OUT.bin the name is that of the checkpoint or the GGUF file + ".bin", wi
     --yarn FACTOR      extends the context by this factor (YaRN), as Qwen advises for texts longer
                        than the model was trained on; short texts get slightly worse
     --chat-template FILE  takes FILE's chat template (Jinja), not SOURCE's
-    --check            compares OUT.bin and its tokenizer file with what an export would write, and
-                       says the largest quantization error. Exit status 1: they differ
+    --check            compares both files with what an export would write; says the largest error
     --version          prints the version
 
 The two files appear when both are complete. What qwen3.c can't run is refused with the reason.
-Exit status: 0 done, 1 refused or failed (one line on stderr), 2 wrong usage, 130 after Ctrl-C.
+Exit status: 0 done, 1 refused, failed or different (in one line), 2 wrong usage, 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -426,8 +425,6 @@ def normalize_config(where: Path, config: dict) -> tuple[Family, dict]:
             list_names(sorted(set(map(str, layer_types)))), "full_attention")
     rope = get("rope_scaling", dict) or get("rope_parameters", dict)
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type == "mrope":  # of models that see; a text's three positions are equal
-        rope_type = "default"
     rope = {"rope_theta": config.get("rope_theta")} | rope | {"rope_type": rope_type}
     if rope_type == "yarn" and ORIGINAL in config:
         rope[ORIGINAL] = config[ORIGINAL]
@@ -514,7 +511,7 @@ WEIGHTS = re.compile(r"[\w.-]+\.safetensors", re.ASCII)
 INDEX, PROMPTS = "model.safetensors.index.json", "config_sentence_transformers.json"
 SETTINGS = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
             "chat_template.jinja", "chat_template.json", "modules.json", "1_Pooling/config.json",
-            PROMPTS, "sentence_bert_config.json", INDEX]
+            PROMPTS, "sentence_bert_config.json", "adapter_config.json", "added_tokens.json", INDEX]
 LEFT_TO_USERS = "prompts", "default_prompt_name", "max_seq_length", "truncate_dim", "do_lower_case"
 SAVE_PRETRAINED = "of safetensors; transformers' save_pretrained() makes it"
 
@@ -527,7 +524,12 @@ def read_folder(folder: Path, of_hub: bool = False) -> Source:
     path = folder / "tokenizer.json"
     if not path.exists():
         refuse(path, "missing", "the file that transformers' AutoTokenizer saves of vocab.json")
-    tokenizer_config = read_json(folder / "tokenizer_config.json")
+    if (folder / "adapter_config.json").exists():
+        Notices.hints.append("adapter_config.json: the LoRA adapter is not applied; if the weights "
+                             "lack it, peft's merge_and_unload() and save_pretrained() merge it")
+    older = {str(i): {"content": text, "special": False}
+             for text, i in read_json(folder / "added_tokens.json").items()}
+    tokenizer_config = {"added_tokens_decoder": older} | read_json(folder / "tokenizer_config.json")
     here = Path(os.path.abspath(folder))
     cached = re.search(r"/models--.+?--([^/]+)/snapshots/[0-9a-f]+$", str(here))
     return Source(
@@ -624,8 +626,7 @@ def list_weights(folder: Path, names: Collection[str]) -> dict[str, list[str]]:
 
 def refuse_folder(where: object, what: str, expected: str, files: Collection[str]) -> NoReturn:
     """Refuses a folder or a hub's model without a model in it, which a training may have made."""
-    found = (re.fullmatch(r"checkpoint-(\d+)", file) for file in files)
-    steps = [int(checkpoint[1]) for checkpoint in found if checkpoint]
+    steps = [int(file[11:]) for file in files if re.fullmatch(r"checkpoint-\d+", file)]
     if "adapter_config.json" in files:
         what = "a LoRA adapter, no model"
         expected = "it merged into its base: peft's merge_and_unload(), then save_pretrained()"
@@ -844,7 +845,7 @@ def read_gguf_config(path: Path, metadata: dict, tensors: dict[str, Tensor]) -> 
     return families[name], numbers | {
         "head_dim": head_dim, "vocab_size": tensors["embed_tokens.weight"].shape[0],
         "norm_topk_prob": True,  # there is no key for it: llama.cpp always divides
-        "rope": {"rope_theta": model.get("rope.freq_base"),
+        "rope": {"rope_theta": read_number(path, model, "rope.freq_base"),
                  "rope_type": rope.pop("type", "default")} | rope}
 
 
@@ -1106,15 +1107,15 @@ def read_rope(where: Path, config: dict, head_dim: int, yarn_factor: float | Non
     """max_seq_len, rope_theta, rope_factor, frequencies. --yarn does as Qwen's model cards say."""
     rope, rope_type = config["rope"], config["rope"]["rope_type"]
     max_seq_len = read_number(where, config, "max_position_embeddings")
+    require(where, "rope_type", rope_type, "default", "mrope", "yarn")  # mrope: of models that see
     if yarn_factor:
-        if rope_type != "default":
+        if rope_type == "yarn":
             refuse(where, "its rope is scaled already: leave --yarn out", "no scaling", rope_type)
         # Qwen3's 40960 positions are the 32768 that it was trained on and 8192 for the answer.
         original = 32768 if max_seq_len == 40960 else max_seq_len
         rope_type, rope = "yarn", rope | {"factor": yarn_factor, ORIGINAL: original}
         longer = config | {"max_position_embeddings": int(yarn_factor * original)}
         max_seq_len = read_number(where, longer, "max_position_embeddings")
-    require(where, "rope_type", rope_type, "default", "yarn")
     theta = read_number(where, rope, "rope_theta", 10000.0)
     # transformers ignores attn_factor, and each of mscale and mscale_all_dim without the other
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "attn_factor",
@@ -1251,7 +1252,7 @@ def read_added(where: Path, tokenizer: dict, settings: dict, nfc: bool) -> dict:
     added = {text: (token_id, flags) for text, token_id, flags in entries}
     for text, token_id, flags in more:
         if text not in added or token_id not in (None, added[text][0]):
-            refuse(where, "added_tokens", f"{text!r} as in tokenizer_config.json",
+            refuse(where, "added_tokens", f"{text!r} as in tokenizer_config.json, added_tokens.json",
                    "it with another id" if text in added else "no such token")
         added[text] = added[text][0], added[text][1] | flags & SPECIAL
     return added
@@ -2029,9 +2030,8 @@ def parse_arguments(args: list[str]) -> argparse.Namespace:
     if not 1 <= len(options.names) <= 2 or "" in options.names:
         refuse_usage(f"usage: expected SOURCE [OUT.bin], found {len(options.names)} names")
     if options.check and (options.bits or options.group_size):
-        option = "--bits" if options.bits else "--group-size"
-        refuse_usage(f"{option}: --check takes it from OUT.bin, expected `export.py --check SOURCE "
-                     f"OUT.bin` (with four bits it ends in -q4.bin), found {option}, too")
+        refuse_usage("--bits, --group-size: --check takes them from OUT.bin, expected `export.py "
+                     "--check SOURCE OUT.bin` (with four bits it ends in -q4.bin), found one")
     source, *out = sorted(options.names, key=lambda name: name.endswith(".bin"))  # keeps the order
     if out and not out[0].endswith(".bin"):
         refuse_usage(f"OUT: wrong name, expected one that ends in .bin, found {out[0]!r}")

@@ -60,7 +60,7 @@ def test_order_of_arguments_and_default_name(checkpoint, run, tmp_path, args, ex
     (["a", "--check", "--group-size", "32"], "--group-size"), (["a", "--che"], "--che"),
     (["a", "--bits", "5"], "^export.py: --bits: wrong value, expected 8 or 4, found '5' [(]see"),
     (["a", "--bits", "five"], "expected 8 or 4, found 'five'"),
-    (["a", "--bits=4", "--check"], "--bits: --check takes it from OUT.bin, expected `export.py --check SOURCE OUT.bin` "
+    (["a", "--bits=4", "--check"], "--bits, --group-size: --check takes them from OUT.bin, expected `export.py --check SOURCE OUT.bin` "
      "[(]with four bits it ends in -q4.bin[)]"), (["a", "--yarn"], "--yarn"),
     *[(["a", "--yarn", value], f"--yarn.*{value!r}") for value in ("1", "0", "-2", "65", "x", "nan", "inf", "")]])
 def test_usage_errors(run, args, pattern):

@@ -404,8 +404,7 @@ DEFAULT = 0.1 * math.log(4) + 1
     (SCALING | {"qwen3.rope.scaling.yarn_attn_factor": 1.0005 / DEFAULT}, (1e6, 4, 128, 0, 0, 0)),
     (SCALING | {"qwen3.rope.scaling.yarn_attn_factor": 1.002 / DEFAULT}, (1e6, 4, 128, 0, 0, 1.002 / DEFAULT)),
     (SCALING | {"qwen3.rope.scaling.yarn_attn_factor": 0.95 / DEFAULT}, (1e6, 4, 128, 0, 0, 0.95 / DEFAULT)),
-    ({"qwen3.rope.scaling.type": "none"}, (1e6,)),
-    ({"qwen3.rope.freq_base": None}, (1e4,))])
+    ({"qwen3.rope.scaling.type": "none"}, (1e6,))])
 def test_rope(make, run, tmp_path, changes, fields):
     status, err = run(make(changes=changes), "out.bin")
     assert status == 0 and len(err) == 1, err
@@ -522,6 +521,7 @@ BAD = [  # changes of the metadata, of the tensors, the message
     ({}, lambda t: t.update({f"{name}.weight": (np.zeros((0, 64), kind), Kind[name_of]) for name, kind, name_of in (
         ("token_embd", np.float32, "F32"), ("output", np.float16, "F16"))}), "vocab_size, expected an integer from 1 .*found 0"),
     ({"qwen3.embedding_length": 64.0}, None, "hidden_size.*64.0"),
+    ({"qwen3.rope.freq_base": None}, None, "rope.freq_base, expected a number .*found None$"),  # of old converters
     ({"qwen3.rope.scaling.type": "linear"}, None, "rope_type.*'linear'"),
     (SCALING | {"qwen3.rope.scaling.alpha": 1.0}, None, "alpha"),
     ({"qwen3.rope.dimension_count": 32}, None, "rope.dimension_count is not supported, expected 64, found 32"),

@@ -100,6 +100,16 @@ def test_ctrl_c_during_a_download(checkpoint, hub, tmp_path, monkeypatch):
         child.communicate()
 
 
+def test_an_adapter_beside_the_weights(checkpoint, hub, tmp_path):
+    """It may be in them already: so it is no part of the model, and the user is told."""
+    ck = checkpoint()
+    ck.files["adapter_config.json"] = {}
+    ck.save(tmp_path / "hub/org/tiny")
+    status, err = hub("org/tiny")
+    assert status == 0 and (tmp_path / "tiny.bin").read_bytes() == ck.expected(), err
+    assert any("adapter_config.json: the LoRA adapter is not applied; if the weights lack it" in line for line in err)
+
+
 @pytest.mark.parametrize("commit", ["../../../out", "main", "0123abc"])
 def test_a_commit_that_is_none(checkpoint, hub, tmp_path, monkeypatch, commit):
     checkpoint().save(tmp_path / "hub/org/tiny")
