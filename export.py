@@ -1252,7 +1252,7 @@ def read_added(where: Path, tokenizer: dict, settings: dict, nfc: bool) -> dict:
     added = {text: (token_id, flags) for text, token_id, flags in entries}
     for text, token_id, flags in more:
         if text not in added or token_id not in (None, added[text][0]):
-            refuse(where, "added_tokens", f"{text!r} as in tokenizer_config.json, added_tokens.json",
+            refuse(where, "added_tokens", f"{text!r} of tokenizer_config.json, added_tokens.json",
                    "it with another id" if text in added else "no such token")
         added[text] = added[text][0], added[text][1] | flags & SPECIAL
     return added

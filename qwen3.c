@@ -4209,16 +4209,17 @@ static void give_hint(const List *l, const char *what) {
     notice("%.600s: line %zu %s", l->in.name, l->read + 1, what);
 }
 
-// Says so if plain lines look like JSON (line 1), or like a CSV file whose texts have newlines.
+// Says so if line 1 looks like JSON or an old Mac's file, or a line like CSV's with newlines.
 static void check_plain(List *l, Json line) {
     const Bytes text = line.rest;
     size_t quotes = 0;
     for (size_t i = 0; i < text.n; i++) quotes += text.p[i] == '"';
     if (quotes % 2 && (*text.p == '"' || find_last(text, bytes(",\""))) && l->odd++ == 0)
         give_hint(l, "leaves a quote open; if this is " CSV_TO_JSON);
-    if (l->read > 0 || !memchr("[{\"", *text.p, 3)) return;
+    if (l->read > 0) return;
+    if (memchr(text.p, '\r', text.n)) give_hint(l, "has \\r inside; tr '\\r' '\\n' makes it lines");
     json_value(&line, 0);
-    if (!line.error && line.rest.n == 0)
+    if (memchr("[{\"", *text.p, 3) && !line.error && line.rest.n == 0)
         give_hint(l, "is JSON, and taken as plain text; -L reads JSON");
 }
 
@@ -4287,7 +4288,6 @@ static void add_line(List *l, Bytes line) {
     Engine *e = l->e;
     const Options *o = &app->options;
     const size_t number = l->read;
-    const Conversation *talk = &app->conversation;
     if (o->list) check_utf8(app, l->in.name, number + 1, line);
     give_notices(app);
     if (number == l->in_file && number)
@@ -4300,8 +4300,8 @@ static void add_line(List *l, Bytes line) {
     if (error || e->mode == TOKENIZE) {
         end_line(l, number, NULL, &app->prompt, error);
     } else {
-        const bool begun = talk->p[talk->n - 1].role == ASSISTANT;
-        add_text(e, &app->prompt, o->seed + number, begun)->slot->number = number;
+        const Message *last = &app->conversation.p[app->conversation.n - 1];
+        add_text(e, &app->prompt, o->seed + number, last->role == ASSISTANT)->slot->number = number;
     }
 }
 

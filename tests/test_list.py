@@ -512,11 +512,12 @@ def test_hint_for_csv(tiny, table):
 
 @pytest.mark.parametrize("line, is_json", [
     (b'{"text": "Hello"}', True), (b'["Hello"]\r', True), (b'"Hello"', True), (b'{"text": "Hello"', False),
-    (b'"Hello," she said', False), (b"5", False), (b"[1] Hello", False)])
+    (b'"Hello," she said', False), (b"5", False), (b"[1] Hello", False), (b"an old\rMac's\r", False)])
 def test_json_as_plain_lines(tiny, line, is_json):
-    """It is taken as it stands; a notice names -L, once."""
+    """It is taken as it stands; a notice names -L, once. Another one says what a \\r in it may be."""
     lines, error = run_list(tiny, b"%s\n[1]\n" % line, "-m", "tokenize")
     assert (error.count(b"-L reads JSON"), error.count(b"line 1 is JSON")) == (is_json, is_json)
+    assert error.count(b"line 1 has \\r inside; tr '\\r' '\\n'") == (b"\r" in line[:-1])
     assert lines[0] == alone(tiny, line.rstrip(b"\r"), mode="tokenize")
 
 
