@@ -41,7 +41,7 @@ INEXACT = -f%-math -f%-math-optimizations -f%-math-only
 ALL_CFLAGS = $(filter-out $(INEXACT),$(CFLAGS:-Ofast=-O3)) $(NATIVE) $(WIDE) $(EXACT) $(WARNINGS) \
              $(THREAD_FLAG) $(WINDOWS)
 SANITIZE = -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer \
-           -DNO_UNROLL -Wno-pass-failed  # clang: minutes over unrolled loops; none are vectorised
+           -DUNROLL= -Wno-pass-failed  # clang: minutes over unrolled loops; none are vectorised
 
 qwen3: qwen3.c Makefile .flags
 	$(CC) $(ALL_CFLAGS) $(LDFLAGS) -o $@ qwen3.c $(LDLIBS)

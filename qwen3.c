@@ -76,19 +76,18 @@
    lists and -C 8, for debuggers and tests. A port begins with it, and needs "SIMD primitives".
 
    Part I, the model              Part II, the program                      Part III, the machine
-     Types, with their shapes       Errors and memory     Checks and notices    SIMD primitives
-     Math                           The model file        Results               Vector math
-     Quantization, matrix product   The tokenizer file    An answer             The KV cache
+     Types, with their shapes       Errors and memory     Table of options      SIMD primitives
+     Math                           The model file        Checks and notices    Vector math
+     Quantization, matrix product   The tokenizer file    Results, an answer    The KV cache
      Embedding and rope             Unicode, merging      Turns                 Threads
-     Attention                      Texts and places      Lines of input        Workers
-     The feed-forward network       Many texts at once    Conversations         Matrix products
-     The whole model                Drafts                Starting a run        Attention
-     Text to tokens                 A pass                Raw texts             The work of a layer
+     Attention                      Modes                 Lines of input        Workers
+     The feed-forward network       Texts and places      Conversations         Matrix products
+     The whole model                Many texts at once    Starting a run        Attention
+     Text to tokens                 Drafts, a pass        Raw texts             The work of a layer
      The sampler                    Writing               JSON                  The memory of a run
      The main loop                  Thinking              Lists                 POSIX and Windows
      The chat format                Given answers         Going on with a list
-                                    Requests              Options
-                                    The program's state   main                                    */
+                                    Requests              Options, main                           */
 
 #if __SIZEOF_POINTER__ < 8 || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "qwen3.c needs a 64-bit little-endian machine: models are mapped as they are"
@@ -236,8 +235,7 @@ typedef struct { Config config; Weights weights; State state; } Model;  // load_
 // a * b + c, rounded once if the CPU has fma, else twice. Nothing else fuses (-ffp-contract=off).
 static float mul_add(float a, float b, float c);
 
-// exp(x), with an error of at most 2 units in the last place, exactly 1 for x = 0; 0 for x < -87.7,
-// exp(88) for x > 88, NaN for NaN
+// exp(x) within 2 ulp: exactly 1 for x = 0, 0 for x < -87.7, exp(88) for x > 88, NaN for NaN
 static float fast_exp(float x);
 
 // The largest of x (n > 0; anything if one is NaN); the largest |x|, or NaN if one is NaN
@@ -762,13 +760,12 @@ static void normalize(const Tokenizer *tok, Buffer *out, Bytes text);
 static int token_find(const Tokenizer *tok, Bytes text, bool added);
 
 // Appends the tokens of a piece. Of pairs with equal priorities the leftmost is merged first.
-static void encode_piece(const Tokenizer *tok, Bytes piece, Ids *out) {
+static void encode_piece(const Tokenizer *tok, Bytes s, Ids *out) {
     const size_t first = out->n;
-    for (size_t i = 0; i < piece.n; i++)
-        ids_add(out, token_find(tok, (Bytes){piece.p + i, 1}, false));
+    for (size_t i = 0; i < s.n; i++) ids_add(out, token_find(tok, (Bytes){s.p + i, 1}, false));
     while (!interrupted) {
         int *best = NULL, merged = -1;  // the pair of the highest priority, and what it makes
-        Bytes both = piece;
+        Bytes both = s;
         for (int *pair = out->p + first; pair + 1 < out->p + out->n; pair++) {
             both.n = tok->text[pair[0]].n + tok->text[pair[1]].n;
             const int id = token_find(tok, both, false);
@@ -811,8 +808,7 @@ static void encode_token(Encoder *enc, int id) {
 // it, and encode_message finds none in a user's text. So a user can't forge the chat format.
 static void encode_plain(Encoder *enc, Bytes text) { buffer_add(&enc->pending, text); }
 
-// Adds text in which added tokens may be spelled out: these go to encode_token, what is between
-// them to encode_plain. (Part II)
+// Adds a text: added tokens that it spells go to encode_token, the rest to encode_plain. (Part II)
 static void encode_marked(Encoder *enc, Bytes text);
 
 // Adds a message. Of added tokens only an A_WORD is found in it: a name that a fine-tune added. In
@@ -1201,6 +1197,12 @@ static void render(const Tokenizer *tok, const Conversation *conversation, size_
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
+#ifdef __APPLE__
+#include <sys/sysctl.h>
+enum { TERMINAL_LINE = 1023 };  // the most bytes of a line that is typed
+#else
+enum { TERMINAL_LINE = 4095 };
+#endif
 
 // What Part III provides to Part II, on POSIX and Windows
 static void start_platform(int *argc, char ***argv);  // signals; Windows: UTF-8 and bytes
@@ -1223,11 +1225,6 @@ static void use_huge_pages(void *p, size_t size);     // of HUGE_PAGE bytes, whe
 static ssize_t read_more(int fd, Buffer *b);          // as read(), but waits if fd is nonblocking
 static bool input_ready(int fd);                      // there is something to read, or the end
 static bool stdin_has_data(void);                     // a pipe with data, or a file at its start
-#ifdef __APPLE__
-enum { TERMINAL_LINE = 1023 };                        // the most bytes of a line that is typed
-#else
-enum { TERMINAL_LINE = 4095 };
-#endif
 typedef enum { NOTHING, PART, LINE } Waiting;
 static Waiting input_waits(void);                     // how much of a paste is still to be read
 
@@ -1293,18 +1290,17 @@ static volatile sig_atomic_t patience = -1;
 // ------------------------------------------------------------------------------------------------
 // Errors and memory
 
-#ifdef __MINGW_PRINTF_FORMAT  // the dialect in which GCC checks formats
-#define PRINTF __MINGW_PRINTF_FORMAT
-#else
-#define PRINTF printf
+#ifndef __MINGW_PRINTF_FORMAT  // the dialect in which GCC checks formats
+#define __MINGW_PRINTF_FORMAT printf
 #endif
 
 enum { EXIT_USAGE = 2, EXIT_INTERRUPT = 130, HUGE_PAGE = 1 << 21 };
 
 static bool quiet;  // -q: only errors on stderr
-__attribute__((format(PRINTF, 1, 2))) static void report(const char *fmt, ...);
+__attribute__((format(__MINGW_PRINTF_FORMAT, 1, 2))) static void report(const char *fmt, ...);
 #define die_usage(...) (report(__VA_ARGS__), exit(EXIT_USAGE))  // an error in the command line
 #define notice(...) (quiet ? (void)0 : report(__VA_ARGS__))     // worth knowing, but not an error
+#define notice_once(gave, ...) ((gave) ? (void)0 : ((gave) = true, notice(__VA_ARGS__)))
 
 static atomic_flag dying = ATOMIC_FLAG_INIT;  // a thread reports the error that ends the program
 
@@ -1345,15 +1341,21 @@ static void ids_add(Ids *ids, int id) {
     ids->p[ids->n++] = id;
 }
 
-// Appends a text in printf's format, of less than 512 bytes.
-__attribute__((format(PRINTF, 2, 3))) static void buffer_print(Buffer *b, const char *fmt, ...) {
+// Appends a text in printf's format, of less than 512 bytes, and a NUL, which does not count.
+__attribute__((format(__MINGW_PRINTF_FORMAT, 2, 3)))
+static void buffer_print(Buffer *b, const char *fmt, ...) {
     char text[512];
     va_list args;
     va_start(args, fmt);
     vsnprintf(text, sizeof(text), fmt, args);
     va_end(args);
-    buffer_add(b, bytes(text));
+    buffer_add(b, (Bytes){(uint8_t *)text, strlen(text) + 1});
+    b->n--;
 }
+
+static Buffer phrase;
+// Returns a text in printf's format, which holds until the next one is made.
+#define say(...) (phrase.n = 0, buffer_print(&phrase, __VA_ARGS__), (char *)phrase.p)
 
 static void buffer_cut(Buffer *b, size_t n) {  // takes n bytes away at the start
     b->n -= n;
@@ -1431,15 +1433,11 @@ static double take_number(Cursor *in, const char *name, bool is_float, double lo
     if ((value >= low && value <= high) || (value == 0 && in->or_zero)) return value;
     const char *zero = in->or_zero && low > 0 ? "0 or " : "";
     const int digits = is_float ? 6 : 10;
-    if (low == high) die_bad(in, name, "%s%.0f, found %.0f; %s", zero, low, value, in->hint);
+    if (low == high)
+        die_bad(in, name, "%s%g, found %.0f; export it again by this version's export.py", zero,
+                low, value);
     die_bad(in, name, "%s%.*g to %.*g, found %.*g; %s", zero, digits, low, digits, high, digits,
             value, in->hint);
-}
-
-static void take_version(Cursor *in) {
-    const uint32_t version = take_u32(in);
-    if (version != 1)
-        die_bad(in, "version", "1, found %u; was it made by a newer export.py?", version);
 }
 
 // Takes a number of this name into the struct that p points to.
@@ -1462,17 +1460,12 @@ static void check_magic(const char *file, uint32_t magic) {
 }
 
 static void take_zeros(Cursor *in, int at, int end) {  // offsets in the header
-    for (; at < end; at += 4) {
-        const uint32_t word = take_u32(in);
-        if (word != 0)
-            die("%s: unknown header field at 0x%02x, expected 0, found %u; was it made by a newer "
-                "export.py?", in->file, at, word);
-    }
+    for (; at < end; at += 4) take_number(in, say("unknown field at 0x%02x", at), false, 0, 0);
 }
 
 static void take_header(Cursor *in, Config *c) {
     check_magic(in->file, take_u32(in));
-    take_version(in);
+    take_number(in, "version", false, 1, 1);
     TAKE(c, dim, 1, 1 << 20);
     TAKE(c, hidden_dim, 1, 1 << 20);
     TAKE(c, n_layers, 1, 4096);
@@ -1776,8 +1769,10 @@ static void take_extension(Cursor *in, Tokenizer *tok) {
     if (memcmp(take(in, 4), "q3tx", 4) != 0)
         die("%s: wrong bytes after token %d, expected q3tx or the end; is it another model's?",
             in->file, tok->vocab_size - 1);
-    take_version(in);
-    take_number(in, "extension length", false, in->rest.n - 4.0, in->rest.n - 4.0);  // all the rest
+    take_number(in, "version", false, 1, 1);
+    const uint32_t length = take_u32(in);
+    if (length != in->rest.n)
+        die_bad(in, "extension length", "%zu, found %u; %s", in->rest.n, length, in->hint);
     for (int n = 0; in->rest.n; n++) {
         const char *tag = memcpy(tags[n], take(in, 4), 4);
         Cursor section = {in->file, tag, take_text(in), in->hint, false, 0, NULL};
@@ -1790,24 +1785,14 @@ static void take_extension(Cursor *in, Tokenizer *tok) {
     }
 }
 
-// The two halves of a product, xored
-static uint64_t mix(uint64_t a, uint64_t b) {
-    const __uint128_t product = (__uint128_t)a * b;
-    return (uint64_t)(product ^ product >> 64);
-}
-
-// Hashes a text that is not empty, by words of 8 bytes and a secret factor, as wyhash does: nobody
-// can make texts of one hash. The last word is two reads that may overlap, or 1 to 3 bytes.
+// Hashes a text by products with a secret factor: nobody can make texts of one hash.
 static uint64_t hash_text(Bytes text, uint64_t secret) {
-    uint64_t hash = secret ^ text.n, word;
-    for (; text.n > 8; text = bytes_from(text, 8)) {
-        memcpy(&word, text.p, 8);
-        hash = mix(hash ^ word, secret);
+    uint64_t hash = secret ^ text.n;
+    for (size_t i = 0; i < text.n; i++) {
+        const __uint128_t product = (__uint128_t)(hash ^ text.p[i]) * secret;
+        hash = (uint64_t)(product ^ product >> 64);  // its two halves, xored
     }
-    const uint8_t *p = text.p, *end = p + text.n;
-    if (text.n >= 4) word = (uint32_t)load_i32(p) | (uint64_t)(uint32_t)load_i32(end - 4) << 32;
-    else word = p[0] | p[text.n / 2] << 8 | end[-1] << 16;
-    return mix(mix(hash ^ word, secret), secret);
+    return hash;
 }
 
 // Returns the slot of the token with these bytes, or the free one for it. An added token may have
@@ -2052,21 +2037,20 @@ static void order_and_compose(const Tokenizer *tok, Keys *keys) {
 }
 
 // Returns whether NFC may change the character or compose it with the one before.
-INLINE bool is_active(const Tables *tables, Char c) { return tables->chars[c.c] > CLASS_MASK; }
+INLINE bool is_active(const Tokenizer *tok, Char c) { return tok->tables->chars[c.c] > CLASS_MASK; }
 
 // Appends NFC(text). Inactive characters are copied. Only the last one before active ones, or
 // before the end, is normalized with them because it may compose with them.
 static void normalize(const Tokenizer *tok, Buffer *out, Bytes text) {
-    const Tables *tables = tok->tables;
     Keys keys = {0};
     Char c;
     for (size_t at = 0, from, end = 0; at < text.n && !interrupted; at = end) {
-        for (from = at; (c = char_at(tok, text, end)).n && !is_active(tables, c); end += c.n)
+        for (from = at; (c = char_at(tok, text, end)).n && !is_active(tok, c); end += c.n)
             from = end;
         buffer_add(out, (Bytes){text.p + at, from - at});
         keys.n = 0;
         for (end = from; (c = char_at(tok, text, end)).n; end += c.n) {
-            if (end > from && !is_active(tables, c)) break;
+            if (end > from && !is_active(tok, c)) break;
             decompose(tok, &keys, c.c);
         }
         order_and_compose(tok, &keys);
@@ -2144,8 +2128,7 @@ static const struct {
     [OWN_CHOICES] = {NULL, true, 1, {"choice", "p", "mass", "nll", "tokens", "error"}}};
 
 // ------------------------------------------------------------------------------------------------
-// Texts and places. A text waits, runs and ends. It has a place until a newer text needs it.
-// Engine.order is
+// Texts and places. A text waits, runs, ends. It has a place until a newer one needs it. The order:
 //
 //   0            n_running         n_texts             most_texts
 //   | run        | wait to run     | free                       |
@@ -2193,14 +2176,26 @@ typedef struct Slot {  // what Part II keeps of a text, beside Text
     struct Slot *asker;  // whose given answers it scores: its own, or a text's that is alone
     // Many texts at once only:
     int n_blocks;      // how many blocks it has
-    size_t before;     // ids that had run when it had to wait; 0: it did not, or runs again
+    bool waited;       // it had to, and gave its blocks away
     int rows;          // ids that run in this pass, without guesses
     int first;         // the first of its needed rows, once these have moved to the front
     int guesses;       // so many ids after the text were guessed for this pass
     int right;         // of these, so many have been drawn
 } Slot;
 
-typedef struct Engine {
+typedef struct {  // of the command line (see options). Not given: NULL, or -1 without a default
+    const char *model, *text, *file, *list, *json_list, *out, *system, *stop, *answers;
+    Choices choices;       // the TEXTs of `answers`, or of the next text the answers of
+    const char *member;    // NAME, from -o @NAME
+    int mode, think, top_k, context, cache_bits, batch, threads;
+    int n;                 // -1: no limit, -2: none but for an answer that repeats itself
+    float temperature, top_p, presence, repetition;
+    unsigned long long seed;
+    int given[256];        // how often an option of this letter was given
+} Options;
+
+typedef struct Engine {  // the program's state
+    Options options;
     Model model;
     struct Pass *pass; // NULL with -DPLAIN, or to tokenize
     Tokenizer tokenizer;
@@ -2213,18 +2208,14 @@ typedef struct Engine {
     int n_running;
     int n_texts;       // texts that run or wait
     int most_texts;    // the maximum of n_texts; order has one element more
-    // What has run:
-    size_t n_rows;     // tokens so far
-    size_t again;      // tokens that ran again, because their text had had to wait
+    size_t n_rows;     // tokens that ran so far
     double prompt_end; // when the first text had run its prompt, or 0
     // Answers, their thinking, and given answers (-o):
-    int max_new;       // the maximum number of tokens in an answer (see Options.n)
     bool thinks;       // the prompt ends inside <think>
     bool may_think;    // the prompt does, or the model may begin with <think>
     int budget;        // the maximum number of tokens of thinking (-r), INT_MAX: no limit
     Ids budget_text;   // what ends thinking that has reached it
     Ids after_think;   // what follows </think> before given answers
-    Choices choices;   // given answers of all texts, or with -o @NAME of the next one
     size_t reserve;    // tokens that must fit after a prompt: an end of thinking, a given answer
     // Many texts at once only:
     int needed;        // rows of this pass that get logits
@@ -2232,6 +2223,16 @@ typedef struct Engine {
     int *users;        // (Pass.n_blocks) how many texts have this block
     int n_unused;      // blocks that no text has
     int credit;        // of drafts: see there
+    // Prompts, and what was said of them:
+    Conversation conversation;  // of a chat, or of a list's line
+    Buffer input;      // the prompt's text, the message being typed, or a JSON line's last string
+    Ids prompt;
+    uint64_t rng;      // of the conversation's next answer
+    bool can_switch;   // the chat format can switch thinking on and off
+    bool switched_on;  // -r has switched it on
+    bool dialogue;     // a conversation at a terminal: it goes on after a wrong message
+    Buffer not_utf8;   // the notice of the first text that is not UTF-8
+    bool gave_notices, gave_blank_choice, gave_blank_prompt, gave_not_utf8;  // each is given once
 } Engine;
 
 // With -DPLAIN these four are others. drop_after forgets what has run after a text's first n ids,
@@ -2353,9 +2354,7 @@ static bool start_text(Engine *e) {
         check_copy(e, slot->own.blocks[whole], theirs[whole]);
     }
     t->n_run = run;
-    if (slot->before == 0) slot->cached = run;
-    else if (slot->before > run) e->again += slot->before - run;
-    slot->before = 0;
+    if (!slot->waited) slot->cached = run;
     e->n_running++;
     return true;
 }
@@ -2369,10 +2368,8 @@ static void start_texts(Engine *e) {
 static void schedule(Engine *e) {
     start_texts(e);
     for (int i = 0; i < e->n_running; i++) {
-        while (i < e->n_running && !take_blocks(e, e->order[i], 0, 0)) {
-            Text *last = e->order[--e->n_running];
-            last->slot->before = last->n_run;
-        }
+        while (i < e->n_running && !take_blocks(e, e->order[i], 0, 0))
+            e->order[--e->n_running]->slot->waited = true;
     }
 }
 
@@ -2571,13 +2568,11 @@ static void progress_show(double tokens, double part, const char *label) {
 }
 
 INLINE void progress_add(int n) {
-    char text[64];
     if (progress.tokens == 0) return;
     progress.done += n;
     const size_t done = progress.done / progress.layers, all = progress.tokens;
-    snprintf(text, sizeof(text), "%zu of %zu tokens", done, all);
     if (done == all) progress_end();
-    else progress_show(done, (double)done / all, text);
+    else progress_show(done, (double)done / all, say("%zu of %zu tokens", done, all));
 }
 
 // Writes results to stdout: to a terminal what it may show, after the progress.
@@ -2761,9 +2756,8 @@ static Bytes strip_end(const Tokenizer *tok, Bytes text) {
 // and TEXT are encoded together, as lm-evaluation-harness does: the TEXT's ids are those after as
 // many as the prompt has. (Blanks at the prompt's end count as TEXT's.) Returns an error, or NULL.
 static const char *encode_choices(Engine *e, Bytes prompt, const Ids *ids) {
-    static char what[300];
     const Tokenizer *tok = &e->tokenizer;
-    Choices *all = &e->choices;
+    Choices *all = &e->options.choices;
     size_t longest = 0;
     if (all->n == 0) return NULL;  // reserve stays 0
     const size_t special = !ids ? 0 : strip_end(tok, prompt).n ? tok->prefix.n : ids->n;
@@ -2789,11 +2783,7 @@ static const char *encode_choices(Engine *e, Bytes prompt, const Ids *ids) {
             if (other->ids.n == n) wrong = "has the same tokens as another answer";
             begins = true;
         }
-        if (wrong) {
-            snprintf(what, sizeof(what), "%.*s: %s", (int)min_size(c->text.n, 200), c->text.p,
-                     wrong);
-            return what;
-        }
+        if (wrong) return say("%.*s: %s", (int)min_size(c->text.n, 200), c->text.p, wrong);
         c->n_tokens = n - all->before;
         if (begins) ids_add(&c->ids, ANY_STOP);
     }
@@ -2897,6 +2887,7 @@ static Text *add_text(Engine *e, const Ids *prompt, uint64_t rng, bool goes_on) 
     const size_t n = prompt->n, vocab_size = e->tokenizer.vocab_size;
     const size_t context = e->model.state.context;
     const size_t kept = e->kind >= CHOICES ? min_size(context, e->reserve + 1) : 0;
+    Options *o = &e->options;
     Slot *slot = t->slot;
     Ids *all = &slot->own.all;
     const Choices last = slot->own.choices;
@@ -2907,14 +2898,14 @@ static Text *add_text(Engine *e, const Ids *prompt, uint64_t rng, bool goes_on) 
     memcpy(all->p, prompt->p, n * sizeof(int));
     all->n = n;
     slot->own.out.n = 0;
-    slot->own.nll = grow(slot->own.nll, &slot->own.nll_cap, 0, e->choices.n, sizeof(double));
-    slot->own.choices = e->choices;
-    if (e->kind == OWN_CHOICES) e->choices = last;  // whose memory the next text's take
+    slot->own.nll = grow(slot->own.nll, &slot->own.nll_cap, 0, o->choices.n, sizeof(double));
+    slot->own.choices = o->choices;
+    if (e->kind == OWN_CHOICES) o->choices = last;  // whose memory the next text's take
     *slot = (Slot){.engine = e, .own = slot->own, .start = now(), .closed_by = NOT_CLOSED,
                    .choice = THINKS, .asker = slot};
     *t = (Text){.ids = *all, .target = n, .n_prompt = n, .context = context - kept,
-                .max_ids = e->max_new < 0 ? SIZE_MAX : n + e->max_new, .embeds = e->mode == EMBED,
-                .watched = e->max_new < -1 ? n : INT_MAX,
+                .max_ids = o->n < 0 ? SIZE_MAX : n + o->n, .embeds = e->mode == EMBED,
+                .watched = o->n < -1 ? n : INT_MAX,
                 .sampler = t->sampler, .writer = t->writer, .slot = slot};
     t->sampler.rng = rng;
     memset(t->sampler.in_answer, 0, vocab_size * sizeof(bool));
@@ -2922,7 +2913,7 @@ static Text *add_text(Engine *e, const Ids *prompt, uint64_t rng, bool goes_on) 
     for (size_t i = 0; i < n; i++) t->sampler.seen[prompt->p[i]] = true;
     if (e->mode == PERPLEXITY) t->ids.n = 1, next_piece(e, t);  // as if its first id were a piece
     writer_thinks(t->writer, e->thinks && !goes_on);
-    const bool may_think = e->may_think && !goes_on && e->max_new != 0 && n <= t->context;
+    const bool may_think = e->may_think && !goes_on && o->n != 0 && n <= t->context;
     if (e->kind >= CHOICES && !may_think) end_thinking(e, t);
     return t;
 }
@@ -2948,19 +2939,7 @@ static bool end_text(Engine *e, Text *t) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// The program's state: the options of the command line, the engine, the conversation
-
-typedef struct {  // of the command line (see options). Not given: NULL, or -1 without a default
-    const char *model, *text, *file, *list, *json_list, *out, *system, *stop, *answers;
-    Choices choices;       // the TEXTs of `answers`, or
-    const char *member;    // NAME of -o @NAME
-    int mode, think, top_k, context, cache_bits, batch, threads;
-    int n;                 // -1: no limit, -2: none but for an answer that repeats itself
-    float temperature, top_p, presence, repetition;
-    unsigned long long seed;
-    bool verbose;
-    int given[256];        // how often an option of this letter was given
-} Options;
+// Table of options: those with a value, where it goes, and what it may be
 
 typedef struct {
     char letter;
@@ -3008,23 +2987,6 @@ enum { N_OPTIONS = sizeof(options) / sizeof(*options) };
 
 static bool is_list(const Options *o) { return o->list || o->json_list; }
 static bool is_seeded(const Options *o) { return o->given['s'] || o->out; }  // not by the clock
-static int places_for(const Options *o) {
-    return is_list(o) || o->answers ? min_int(MOST_TEXTS, o->batch) : 1;
-}
-
-typedef struct {
-    Options options;
-    Engine engine;
-    bool can_switch;    // the chat format can switch thinking on and off
-    bool switched_on;   // -r has switched it on
-    bool dialogue;      // a conversation at a terminal: it goes on after a wrong message
-    bool gave_notices, gave_blank_choice, gave_blank_prompt, gave_not_utf8;  // each is given once
-    Buffer not_utf8;    // the notice of the first text that is not UTF-8
-    Conversation conversation;  // of a chat, or of a list's line
-    Buffer input;       // the prompt's text, the message being typed, or a JSON line's last string
-    Ids prompt;
-    uint64_t rng;       // of the conversation's next answer
-} App;
 
 // ------------------------------------------------------------------------------------------------
 // Checks and notices: what is wrong with a prompt, and what is worth knowing before it runs. A
@@ -3033,14 +2995,12 @@ typedef struct {
 
 // Returns whether ids are drawn: of answers, or with -o of thinking before them, unless -n is 0.
 static bool draws_ids(const Engine *e) {
-    return modes[e->mode].has_answers && (e->kind < CHOICES || (e->may_think && e->max_new));
+    return modes[e->mode].has_answers && (e->kind < CHOICES || (e->may_think && e->options.n));
 }
 
 // Returns what is wrong with a prompt, or NULL. Before it is encoded, ids is NULL, and the fewest
 // ids of `size` bytes count. After that, size 0 only says: the user wrote nothing.
-static const char *wrong_length(const App *app, size_t size, const Ids *ids) {
-    static char what[240];
-    const Engine *e = &app->engine;
+static const char *wrong_length(const Engine *e, size_t size, const Ids *ids) {
     const size_t context = e->model.state.context, all = e->model.config.max_seq_len;
     const size_t n = ids ? ids->n : size / 4 / e->tokenizer.tables->longest;  // NFC may quarter it
     const size_t least = ids ? modes[e->mode].least : 0;
@@ -3050,50 +3010,47 @@ static const char *wrong_length(const App *app, size_t size, const Ids *ids) {
     char hint[64] = "split the text, or export.py --yarn";
     if (n <= all && context < all) snprintf(hint, sizeof(hint), "-c, up to %zu", all);
     if (ids && !size && (e->mode == CHAT || e->mode == EMBED)) return "empty, expected a text";
-    if (n < least)
-        snprintf(what, sizeof(what), "too short, expected %zu or more tokens, found %zu", least, n);
-    else if (n > most)
-        snprintf(what, sizeof(what), "too long, expected at most %zu tokens (%s), found %zu%s",
-                 most, hint, n, ids ? "" : " or more");
-    else if (!ids && takes > 50 && takes > memory_size() / 2e6)
-        snprintf(what, sizeof(what), "too long, expected at most %.0f MB, because encoding takes "
-                 "56 times as much, found %.0f MB", memory_size() / 112e6, size / 1e6);
-    else return NULL;
-    return what;
+    if (n < least) return say("too short, expected %zu or more tokens, found %zu", least, n);
+    if (n > most)
+        return say("too long, expected at most %zu tokens (%s), found %zu%s", most, hint, n,
+                   ids ? "" : " or more");
+    if (!ids && takes > 50 && takes > memory_size() / 2e6)
+        return say("too long, expected at most %.0f MB, because encoding takes 56 times as much, "
+                   "found %.0f MB", memory_size() / 112e6, size / 1e6);
+    return NULL;
 }
 
 // Reports if the prompt can't run. Then ends the program or, in a dialogue, returns false.
-static bool check_length(const App *app, size_t size, const Ids *ids) {
-    const char *error = wrong_length(app, size, ids);
+static bool check_length(const Engine *e, size_t size, const Ids *ids) {
+    const char *error = wrong_length(e, size, ids);
     if (error) report("prompt: %s", error);
-    if (error && !app->dialogue) exit(EXIT_FAILURE);
+    if (error && !e->dialogue) exit(EXIT_FAILURE);
     return !error;
 }
 
 // Prepares a notice of the first text that is not UTF-8, or has a NUL. Its first line is `line`.
-static void check_utf8(App *app, const char *name, size_t line, Bytes text) {
+static void check_utf8(Engine *e, const char *name, size_t line, Bytes text) {
     size_t bad = find_bad_byte(text);
     const uint8_t *nul = bad ? memchr(text.p, 0, bad) : NULL;
     if (nul) bad = nul - text.p;
-    if (bad == text.n || app->not_utf8.n) return;
+    if (bad == text.n || e->not_utf8.n) return;
     for (size_t i = 0; i < bad; i++) line += text.p[i] == '\n';
-    buffer_print(&app->not_utf8, "%.300s: line %zu %s, taken as it is; if it is %s (a guess): "
+    buffer_print(&e->not_utf8, "%.300s: line %zu %s, taken as it is; if it is %s (a guess): "
                  "iconv -f %s -t UTF-8", name, line, nul ? "has a NUL byte" : "is not UTF-8",
                  nul ? "UTF-16" : "Latin-1", nul ? "UTF-16LE" : "LATIN1");
 }
 
 // -v: where the model came from, the cache, the sampling, the chat template's own system prompt
-static void show_settings(const App *app) {
-    const Engine *e = &app->engine;
-    const int context = e->model.state.context, bits = e->model.config.cache_bits;
+static void show_settings(const Engine *e) {
     const ChatFormat *f = &e->tokenizer.chat;
     const Sampler *s = &e->places->sampler;
     const Bytes from = e->tokenizer.tables->from, open = f->open[SYSTEM], close = f->close[SYSTEM];
-    Bytes text = e->mode == CHAT && !app->options.system ? f->no_system : (Bytes){0};
+    Bytes text = e->mode == CHAT && !e->options.system ? f->no_system : (Bytes){0};
     if (text.n > open.n + close.n && memcmp(text.p, open.p, open.n) == 0)
         text = (Bytes){text.p + open.n, text.n - open.n - close.n};
     if (from.n) report("model: %.*s", (int)min_size(from.n, 1000), from.p);
-    if (e->mode != TOKENIZE) report("cache: -c %d -C %d", context, bits);
+    if (e->mode != TOKENIZE) 
+        report("cache: -c %d -C %d", e->model.state.context, e->model.config.cache_bits);
     if (draws_ids(e))
         report("sampling: -t %g -p %g -k %d -a %g -e %g", s->temperature, s->top_p, s->top_k,
                s->presence, s->repetition);
@@ -3102,45 +3059,40 @@ static void show_settings(const App *app) {
 }
 
 // Says once if a TEXT, and if a prompt before TEXTs has a blank where answers mostly have none.
-static void check_blanks(App *app) {
-    const Engine *e = &app->engine;
+static void check_blanks(Engine *e) {
     const Tokenizer *tok = &e->tokenizer;
-    const Ids *ids = &app->prompt;
+    const Choices *all = &e->options.choices;
     const bool raw = e->mode == GENERATE;
-    for (int i = 0; i < e->choices.n && !app->gave_blank_choice; i++) {
-        const Bytes text = bytes_of(&e->choices.p[i].text);
-        app->gave_blank_choice = strip_end(tok, text).n < text.n || (!raw && isspace(*text.p));
-        if (app->gave_blank_choice)
-            notice("-o: \"%.*s\" begins or ends with a blank, which counts", (int)text.n, text.p);
+    const Bytes last = e->prompt.n ? tok->text[e->prompt.p[e->prompt.n - 1]] : (Bytes){0};
+    for (int i = 0; i < all->n; i++) {
+        const Bytes text = bytes_of(&all->p[i].text);
+        if (strip_end(tok, text).n < text.n || (!raw && char_at(tok, text, 0).class == SPACE))
+            notice_once(e->gave_blank_choice, "-o: \"%.*s\" begins or ends with a blank, which "
+                        "counts", (int)text.n, text.p);
     }
-    if (!raw || e->kind != CHOICES || ids->n == 0 || app->gave_blank_prompt) return;
-    const Bytes last = tok->text[ids->p[ids->n - 1]];
-    app->gave_blank_prompt = strip_end(tok, last).n < last.n;
-    if (app->gave_blank_prompt)
-        notice("prompt: ends in a blank, expected it in -o instead, at each TEXT's start");
+    if (raw && e->kind == CHOICES && strip_end(tok, last).n < last.n)
+        notice_once(e->gave_blank_prompt, "prompt: ends in a blank, expected it in -o instead, at "
+                    "each TEXT's start");
 }
 
 // Writes what stderr says before the model runs: the prompt's ids, and the first time the notices.
-static void give_notices(App *app) {
-    const Options *o = &app->options;
-    const Engine *e = &app->engine;
+static void give_notices(Engine *e) {
+    const Options *o = &e->options;
     const size_t context = e->model.state.context;
     const Mode mode = e->mode;
-    const bool chat = mode == CHAT, answers = modes[mode].has_answers;
-    const unsigned kind = chat ? CHATS : answers ? ANSWERS : ALWAYS;
-    const bool piped = o->file ? !strcmp(o->file, "-") : !o->text;
-    if (o->verbose && mode != TOKENIZE && app->prompt.n) {
+    const bool chat = mode == CHAT;
+    const unsigned kind = chat ? CHATS : modes[mode].has_answers ? ANSWERS : ALWAYS;
+    if (o->given['v'] && mode != TOKENIZE && e->prompt.n) {
         fputs("prompt ids:", stderr);
-        for (size_t i = 0; i < app->prompt.n; i++) fprintf(stderr, " %d", app->prompt.p[i]);
+        for (size_t i = 0; i < e->prompt.n; i++) fprintf(stderr, " %d", e->prompt.p[i]);
         fputc('\n', stderr);
     }
-    if (app->not_utf8.n && !app->gave_not_utf8)
-        notice("%.*s", (int)app->not_utf8.n, (char *)app->not_utf8.p);
-    app->gave_not_utf8 = app->not_utf8.n;
-    check_blanks(app);
-    if (app->gave_notices) return;
-    app->gave_notices = true;
-    if (o->verbose) show_settings(app);
+    if (e->not_utf8.n)
+        notice_once(e->gave_not_utf8, "%.*s", (int)e->not_utf8.n, (char *)e->not_utf8.p);
+    check_blanks(e);
+    if (e->gave_notices) return;
+    e->gave_notices = true;
+    if (o->given['v']) show_settings(e);
     if (!e->tokenizer.tables->has_classes)
         notice("tokenizer: no Unicode data, exact on ASCII only; export the model again");
     if (e->tokenizer.tables->lacks_nfc)
@@ -3151,24 +3103,20 @@ static void give_notices(App *app) {
         notice("mode: %s, as this is no chat model; -m chat overrides it", modes[mode].name);
     if (mode == EMBED && e->tokenizer.tables->has_classes && e->tokenizer.tables->mode != EMBED)
         notice("-m embed: poor vectors, this is no embedding model; expected one");
-    if (chat && o->think >= 0 && !(app->can_switch || (o->think > 1 && e->may_think)))
+    if (chat && o->think >= 0 && !(e->can_switch || (o->think > 1 && e->may_think)))
         notice("-r: no effect, this model's thinking can't be switched");
-    if (o->system && S_ISREG(file_mode(o->system)))
-        notice("-y: the name of a file, taken as text; its text: -y \"$(cat '%s')\"", o->system);
     if (o->text && S_ISREG(file_mode(o->text)))
         notice("-i: the name of a file, taken as text; -f reads it");
     for (const Option *option = options; option < options + N_OPTIONS; option++)
         if (o->given[(uint8_t)option->letter] && option->counts > kind)
             notice("-%c: no effect with -m %s", option->letter, modes[mode].name);
-    if (answers && o->stop && strstr(o->stop, "\\n"))
-        notice("-x: these are a backslash and an n, for a newline: -x $'\\n'");
-    if (mode == PERPLEXITY && app->prompt.n > context)
-        notice("text: %zu tokens are scored in pieces of %zu (-c)", app->prompt.n, context);
-    if (chat && (app->switched_on || e->thinks) && e->places->sampler.temperature == 0)
+    if (mode == PERPLEXITY && e->prompt.n > context)
+        notice("text: %zu tokens are scored in pieces of %zu (-c)", e->prompt.n, context);
+    if (chat && (e->switched_on || e->thinks) && e->places->sampler.temperature == 0)
         notice("-t 0: greedy thinking tends to repeat without end, Qwen advises 0.6");
     if (o->threads > 2 * cpu_count())
         notice("-j: more threads than cores take longer; without -j each core has one");
-    if (!piped && !is_list(o) && stdin_has_data())
+    if ((o->file ? strcmp(o->file, "-") : !!o->text) && !is_list(o) && stdin_has_data())
         notice("stdin: has data that was not read; -f - would add all of it");
 }
 
@@ -3320,14 +3268,12 @@ static void add_helpers(Engine *e, const Text *t) {
 }
 
 // Runs the prompt alone, to its end or Ctrl-C, and returns its text.
-static Text *run_request(App *app) {
-    Engine *e = &app->engine;
-    Text *t = add_text(e, &app->prompt, app->rng, false);
+static Text *run_request(Engine *e) {
+    Text *t = add_text(e, &e->prompt, e->rng, false);
     e->prompt_end = 0;
     start_texts(e);  // sets n_run to what is cached
-    const size_t n = e->mode == PERPLEXITY ? app->prompt.n - 1 : t->target;  // that must run
-    progress = (struct Progress){.tokens = n - t->n_run, .layers = e->model.config.n_layers,
-                                 .start = now()};
+    const size_t n = e->mode == PERPLEXITY ? e->prompt.n - 1 : t->target;  // that must run
+    progress = (struct Progress){n - t->n_run, e->model.config.n_layers, .start = now()};
     while (e->n_texts > 0 && run_pass(e)) {
         for (int i = e->n_running - 1; i >= 0; i--) {
             Text *running = e->order[i];
@@ -3343,29 +3289,27 @@ static Text *run_request(App *app) {
 }
 
 // Says how an answer that began at `start`, or its thinking, ended, if not by itself, and how fast.
-static void report_answer(const App *app, const Text *t, bool in_thinking, double start) {
-    const Engine *e = &app->engine;
+static void report_answer(const Engine *e, const Text *t, bool in_thinking, double start) {
     const Slot *slot = t->slot;
     const int context = e->model.state.context, all = e->model.config.max_seq_len;
-    const size_t prompt = app->prompt.n, drawn = t->ids.n - t->n_prompt;
+    const size_t prompt = e->prompt.n, drawn = t->ids.n - t->n_prompt;
     const size_t done = t->ending == INTERRUPTED ? min_size(t->n_run, prompt) : prompt;
     const size_t n = e->kind >= CHOICES ? slot->counted : drawn;
     const double p = done / (e->prompt_end - start + 1e-9);  // tokens/s, some of which were there
     const double g = n / (now() - e->prompt_end + 1e-9);
-    char seed[32] = "", hint[48] = "";
-    if (t->ending == CONTEXT_ENDED && context < all)
-        snprintf(hint, sizeof(hint), "; -c allows up to %d", all);
-    if (draws_ids(e)) snprintf(seed, sizeof(seed), ", seed %llu", app->options.seed);
+    const bool may_grow = t->ending == CONTEXT_ENDED && context < all;
     if (slot->closed_by != NOT_CLOSED)
         notice("answer: thinking ended by %s after %d tokens", endings[slot->closed_by].by,
                slot->thought);
     if (t->ending > COMPLETE && t->ending < INTERRUPTED)
         notice("answer: ended%s by %s after %zu tokens%s",
-               in_thinking ? " inside its thinking" : "", endings[t->ending].by, drawn, hint);
+               in_thinking ? " inside its thinking" : "", endings[t->ending].by, drawn,
+               may_grow ? say("; -c allows up to %d", all) : "");
     if (!quiet)
         fprintf(stderr,  // rates with a decimal only below 1,000
                 "prompt %zu tokens at %.*f/s (%zu cached), answer %zu at %.*f/s%s\n", done,
-                p < 999.95, p, slot->cached, n, g < 999.95, g, seed);
+                p < 999.95, p, slot->cached, n, g < 999.95, g,
+                draws_ids(e) ? say(", seed %llu", e->options.seed) : "");
 }
 
 // Takes back what was drawn, but not written because of -x TEXT: the last ids. If TEXT begins
@@ -3380,17 +3324,16 @@ static void take_back(Message *message, Writer *out, const Tokenizer *tok) {
 }
 
 // Answers the prompt, as the conversation's next message. Returns false if Ctrl-C came first.
-static bool respond(App *app) {
-    Message *message = conversation_add(&app->conversation, ASSISTANT, (Bytes){0});
-    Engine *e = &app->engine;
+static bool respond(Engine *e) {
+    Message *message = conversation_add(&e->conversation, ASSISTANT, (Bytes){0});
     const double start = now();
-    const Text *t = run_request(app);
+    const Text *t = run_request(e);
     const bool in_thinking = t->writer->thinking;  // before writer_end
-    app->rng = t->sampler.rng;
+    e->rng = t->sampler.rng;
     for (size_t i = t->n_prompt; i < t->ids.n; i++) ids_add(&message->ids, t->ids.p[i]);
     if (e->kind >= CHOICES && t->ending == COMPLETE) write_choices(t);
     else writer_end(t->writer);
-    report_answer(app, t, in_thinking, start);
+    report_answer(e, t, in_thinking, start);
     take_back(message, t->writer, &e->tokenizer);
     return t->ending != INTERRUPTED || message->ids.n > 0;
 }
@@ -3403,26 +3346,25 @@ static bool respond(App *app) {
 // old one's place. The older half of the turns is forgotten, again and again, until an answer has
 // room (1,024 tokens, or less: an eighth of the context, or -n), or only the question is left.
 // Returns false if the question is too long, and nothing is forgotten then, or after Ctrl-C.
-static bool answer_last(App *app, bool again) {
-    Conversation *talk = &app->conversation;
+static bool answer_last(Engine *e, bool again) {
+    Conversation *talk = &e->conversation;
     const Conversation asked = {talk->p, talk->n - again, 0};  // up to the question, until respond
-    const size_t context = app->engine.model.state.context, system = app->options.system != NULL;
-    const size_t room = min_size(app->options.n, min_size(context / 8, 1024));  // < 0 is the most
-    const size_t most = app->engine.model.config.max_seq_len;
+    const size_t context = e->model.state.context, system = e->options.system != NULL;
+    const size_t room = min_size(e->options.n, min_size(context / 8, 1024));  // < 0 is the most
     const size_t size = asked.p[asked.n - 1].text.n;  // of the question
     size_t first = system;
-    if (!check_length(app, size, NULL)) return false;
+    if (!check_length(e, size, NULL)) return false;
     for (;; first += (asked.n - first + 1) / 4 * 2) {  // half of the turns, of two messages each
-        render(&app->engine.tokenizer, &asked, first, app->switched_on, &app->prompt);
-        if (app->prompt.n + room <= context || first == asked.n - 1 || interrupted) break;
+        render(&e->tokenizer, &asked, first, e->switched_on, &e->prompt);
+        if (e->prompt.n + room <= context || first == asked.n - 1 || interrupted) break;
     }
-    if (interrupted || !check_length(app, size, &app->prompt)) return false;
+    if (interrupted || !check_length(e, size, &e->prompt)) return false;
     if (first > system)
         notice("context: full (%zu tokens), forgotten turns: %zu of %zu%s", context,
                (first - system) / 2, (asked.n - system + 1) / 2,
-               context < most ? "; -c keeps more" : "");
-    give_notices(app);
-    const bool answered = respond(app);
+               context < (size_t)e->model.config.max_seq_len ? "; -c keeps more" : "");
+    give_notices(e);
+    const bool answered = respond(e);
     const size_t last = talk->n - 1;
     if (!answered) conversation_drop(talk, last, talk->n);
     else if (again) conversation_drop(talk, last - 1, last);
@@ -3451,14 +3393,14 @@ static void encode_begun(Encoder *enc, const ChatFormat *f, Bytes text) {
     encode_message(enc, text, ASSISTANT);
 }
 
-static void chat_turn(App *app, Bytes text) {
-    Conversation *talk = &app->conversation;
+static void chat_turn(Engine *e, Bytes text) {
+    Conversation *talk = &e->conversation;
     conversation_add(talk, USER, text);
-    if (answer_last(app, false)) return;
-    if (interrupted && app->dialogue)
+    if (answer_last(e, false)) return;
+    if (interrupted && e->dialogue)
         notice("chat: stopped before its answer, the message is taken back");
     conversation_drop(talk, talk->n - 1, talk->n);
-    if (!app->gave_not_utf8) app->not_utf8.n = 0;  // it was this message's notice
+    if (!e->gave_not_utf8) e->not_utf8.n = 0;  // it was this message's notice
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -3561,21 +3503,21 @@ static int take_command(Bytes *text, Bytes *word) {
 }
 
 // A scripted conversation: each line of stdin is a turn.
-static void run_script(App *app) {
+static void run_script(Engine *e) {
     Lines in = {.fd = STDIN_FILENO, .name = "stdin", .most = INT_MAX};
     size_t n = 0;
     for (Bytes line; !interrupted && next_line(&in, &line, true);) {
-        check_utf8(app, in.name, ++n, line);
-        chat_turn(app, chop(line));
+        check_utf8(e, in.name, ++n, line);
+        chat_turn(e, chop(line));
     }
     free(in.data.p);
 }
 
-// Reads a message from a terminal into app->input. Lines that arrive together are a paste, which
+// Reads a message from a terminal into e->input. Lines that arrive together are a paste, which
 // waits for Enter: at the end of its last line or, after a newline, on an empty line. A backslash
 // at the end of a typed line joins the next one. Returns false at the end, or after Ctrl-C.
-static bool read_message(App *app) {
-    Buffer *message = &app->input;
+static bool read_message(Engine *e) {
+    Buffer *message = &e->input;
     bool cut = false;
     message->n = 0;
     fputs("> ", stderr);
@@ -3614,9 +3556,9 @@ static void show_help(void) {
           "Thinking is chosen at the start: -r 1, or -r 0.\n", stderr);
 }
 
-// Sends TEXT, an empty line and a file. `text` is "PATH TEXT", the end of app->input. ~/ is $HOME.
-static void send_file(App *app, Bytes text) {
-    Buffer *message = &app->input;
+// Sends TEXT, an empty line and a file. `text` is "PATH TEXT", the end of e->input. ~/ is $HOME.
+static void send_file(Engine *e, Bytes text) {
+    Buffer *message = &e->input;
     const Bytes name = take_word(&text);
     const char *home = name.n > 1 && !memcmp(name.p, "~/", 2) ? getenv("HOME") : NULL;
     const Bytes rest = bytes_from(name, home != NULL);
@@ -3633,53 +3575,53 @@ static void send_file(App *app, Bytes text) {
     if (interrupted) notice("/file: stopped, nothing was sent");
     else if (error) report("/file: %s%s%s", path, *path ? ": " : "", error);
     if (interrupted || error) return;
-    check_utf8(app, "input", 1, (Bytes){message->p, before});
-    check_utf8(app, path, 1, bytes_from(bytes_of(message), before));
-    chat_turn(app, chop(bytes_of(message)));
+    check_utf8(e, "input", 1, (Bytes){message->p, before});
+    check_utf8(e, path, 1, bytes_from(bytes_of(message), before));
+    chat_turn(e, chop(bytes_of(message)));
 }
 
 // Sends what was typed, or runs it. Returns false if it is a command that ends the program.
-static bool run_message(App *app) {
-    Conversation *talk = &app->conversation;
-    const Bytes text = bytes_of(&app->input);
+static bool run_message(Engine *e) {
+    Conversation *talk = &e->conversation;
+    const Bytes text = bytes_of(&e->input);
     Bytes rest = text, word;
     const int command = take_command(&rest, &word);
-    if (strip_end(&app->engine.tokenizer, text).n == 0)
+    if (strip_end(&e->tokenizer, text).n == 0)
         report("input: only white space, nothing was sent; /help shows the commands");
     else if (memchr(text.p, '\033', text.n))
         report("input: escape characters, nothing was sent; rlwrap makes arrow keys work");
-    else if (command < 0) check_utf8(app, "input", 1, text), chat_turn(app, text);
-    else if (command == SEND_FILE) send_file(app, rest);
+    else if (command < 0) check_utf8(e, "input", 1, text), chat_turn(e, text);
+    else if (command == SEND_FILE) send_file(e, rest);
     else if (command == N_COMMANDS)
         report("%.*s: no such command, /help shows them", (int)word.n, word.p);
     else if (rest.n) report("%.*s takes no text, nothing was sent", (int)word.n, word.p);
     else if (command == HELP) show_help();
-    else if (command == CLEAR) conversation_drop(talk, app->options.system != NULL, talk->n);
+    else if (command == CLEAR) conversation_drop(talk, e->options.system != NULL, talk->n);
     else if (command >= LEAVE) return false;
     else if (talk->n < 2) notice("/retry: there is no answer yet");
-    else if (app->engine.places->sampler.temperature == 0)
+    else if (e->places->sampler.temperature == 0)
         notice("/retry: -t 0 would draw the same answer again");
-    else answer_last(app, true);
+    else answer_last(e, true);
     return true;
 }
 
 // A conversation at a terminal
-static void run_dialogue(App *app) {
-    const char *thinks = app->switched_on ? "on" : app->engine.thinks ? "always"
-                         : app->engine.may_think ? "at will" : "off";
-    app->dialogue = true;
-    give_notices(app);
-    notice("%s: context %d, thinking %s, /help shows the commands", app->options.model,
-           app->engine.model.state.context, thinks);
+static void run_dialogue(Engine *e) {
+    const char *thinks = e->switched_on ? "on" : e->thinks ? "always"
+                         : e->may_think ? "at will" : "off";
+    e->dialogue = true;
+    give_notices(e);
+    notice("%s: context %d, thinking %s, /help shows the commands", e->options.model,
+           e->model.state.context, thinks);
     for (double leaves = 0;; interrupted = 0) {  // before this time, Ctrl-C leaves
-        if (!read_message(app)) {
+        if (!read_message(e)) {
             fputc('\n', stderr);
             if (!interrupted || now() < leaves) return;
             notice("chat: Ctrl-C again leaves, and so do /bye and Ctrl-D");
             leaves = now() + 2;
-        } else if (app->input.n > 0) {
+        } else if (e->input.n > 0) {
             leaves = 0;
-            if (!run_message(app)) return;
+            if (!run_message(e)) return;
         }
     }
 }
@@ -3688,39 +3630,22 @@ static void run_dialogue(App *app) {
 // Starting a run: the model and its tokenizer are loaded, the context and the number of texts are
 // chosen, places prepared. Without options the model's own mode, sampling and chat format count.
 
-// Sets can_switch, switched_on, thinks and may_think. The model itself may begin with <think> if
-// the prompt has none, but the chat format cuts it off earlier answers.
-static void find_thinking(App *app) {
-    Engine *e = &app->engine;
-    const ChatFormat *f = &e->tokenizer.chat;
-    app->can_switch = !bytes_equal(f->answer_open[0], f->answer_open[1]);
-    app->switched_on = app->can_switch && app->options.think > 0;
-    const Bytes answer = f->answer_open[app->switched_on];
-    const size_t open = find_last(answer, bytes("<think>"));
-    const size_t close = find_last(answer, bytes("</think>"));
-    const bool model_may = !open && !close && e->tokenizer.think >= 0 && f->strip.n;
-    e->thinks = e->mode == CHAT && open > close;
-    e->may_think = e->thinks || (e->mode == CHAT && model_may);
-}
-
 // Prepares the places for texts. Untouched memory is not taken. Answers go to stdout, or in a list
 // into `out`. Tokens are drawn as the checkpoint says, without thinking by Qwen's advice (unless
 // the checkpoint is greedy), and in all by the options.
-static void prepare_places(App *app) {
-    const Options *o = &app->options;
-    Engine *e = &app->engine;
+static void prepare_places(Engine *e) {
+    const Options *o = &e->options;
     const Tokenizer *tok = &e->tokenizer;
     const bool chat = e->mode == CHAT;
     Sampler s = tok->tables->advice;
-    if (chat && app->can_switch && !app->switched_on && s.temperature != 0)
+    if (chat && e->can_switch && !e->switched_on && s.temperature != 0)
         s.temperature = 0.7f, s.top_p = 0.8f, s.top_k = 20;
     if (o->temperature >= 0) s.temperature = o->temperature;
     if (o->top_p >= 0) s.top_p = o->top_p;
     if (o->top_k >= 0) s.top_k = o->top_k;
     if (o->repetition >= 0) s.repetition = o->repetition;
     s.presence = o->presence;
-    app->rng = o->seed;
-    e->most_texts = places_for(o);
+    e->rng = o->seed;
 #ifndef PLAIN
     if (e->pass) {  // not to tokenize
         e->n_unused = e->pass->n_blocks;
@@ -3752,14 +3677,20 @@ static void stop_at_turn_end(Tokenizer *tok) {
     free(end.p);
 }
 
-// Sets what the options say of answers: their length, their thinking, given ones.
-static void prepare_answers(App *app) {
-    const Options *o = &app->options;
-    Engine *e = &app->engine;
-    e->max_new = o->n;
-    e->choices = o->choices;
-    e->budget = o->think > 1 ? o->think : INT_MAX;
-    find_thinking(app);
+// Sets what the options and the chat format say of answers: their thinking, given ones. The model
+// itself may begin with <think> if the prompt has none, but the format cuts it off earlier answers.
+static void prepare_answers(Engine *e) {
+    const ChatFormat *f = &e->tokenizer.chat;
+    const int think = e->options.think;
+    e->budget = think > 1 ? think : INT_MAX;
+    e->can_switch = !bytes_equal(f->answer_open[0], f->answer_open[1]);
+    e->switched_on = e->can_switch && think > 0;
+    const Bytes answer = f->answer_open[e->switched_on];
+    const size_t open = find_last(answer, bytes("<think>"));
+    const size_t close = find_last(answer, bytes("</think>"));
+    const bool model_may = !open && !close && e->tokenizer.think >= 0 && f->strip.n;
+    e->thinks = e->mode == CHAT && open > close;
+    e->may_think = e->thinks || (e->mode == CHAT && model_may);
     if (e->mode == CHAT) stop_at_turn_end(&e->tokenizer);
     encode_part(&e->tokenizer, bytes(end_of_budget), true, &e->budget_text);
     encode_part(&e->tokenizer, bytes("\n\n"), true, &e->after_think);
@@ -3773,21 +3704,17 @@ static void check_model(const char *path) {
     const bool on_hub = slash && !strchr(slash + 1, '/') && !strchr("./~", *path) &&
                         !strstr(path, ".bin");  // ORGANIZATION/NAME
     const unsigned mode = file_mode(path);
-    char file[LONGEST_PATH + 8];
-    snprintf(file, sizeof(file), "%s.bin", path);
     if (end > path && !strcmp(end, ".tokenizer"))
         die("%s: belongs to a model, expected %.*s", path, (int)(end - path), path);
-    if (!S_ISREG(mode) && file_mode(file)) die("%s: no model, expected %s", path, file);
     if (S_ISDIR(mode)) die_export(path, "a directory", INT_MAX, path);
     if (on_hub && !mode) die_export(path, "not a file", INT_MAX, path);
 }
 
 // Returns the context: -c (0: the model's), or what a quarter of the memory holds, 4,096 or more.
-static int choose_context(const App *app) {
-    const Config *c = &app->engine.model.config;
-    const Mode mode = app->engine.mode;
-    const int asked = app->options.context, least = modes[mode].least, most = c->max_seq_len;
-    const double positions = mode == PERPLEXITY ? 0 : memory_size() / 4 / position_size(c);
+static int choose_context(const Engine *e) {
+    const Config *c = &e->model.config;
+    const int asked = e->options.context, least = modes[e->mode].least, most = c->max_seq_len;
+    const double positions = e->mode == PERPLEXITY ? 0 : memory_size() / 4 / position_size(c);
     const int fitting = min_int((int)fmax(fmin(positions, INT_MAX) / 1024, 4) * 1024, most);
     const int context = asked < 0 ? fitting : asked == 0 ? most : asked;
     if (context < least || context > most)
@@ -3796,9 +3723,8 @@ static int choose_context(const App *app) {
 }
 
 // Loads the model and its tokenizer, and makes what runs them.
-static void load_model(App *app) {
-    const Options *o = &app->options;
-    Engine *e = &app->engine;
+static void load_model(Engine *e) {
+    const Options *o = &e->options;
     Config *c = &e->model.config;
     char file[LONGEST_PATH + 16];
     check_model(o->model);
@@ -3809,10 +3735,11 @@ static void load_model(App *app) {
     tokenizer_load(&e->tokenizer, file, c->vocab_size);
     e->mode = o->mode < 0 ? e->tokenizer.tables->mode : (Mode)o->mode;
     e->kind = o->member ? OWN_CHOICES : o->choices.n ? CHOICES : (int)e->mode;
+    e->most_texts = is_list(o) || o->answers ? min_int(MOST_TEXTS, o->batch) : 1;
     c->cache_bits = o->cache_bits;
     if (c->cache_bits == 8 && c->head_dim % 16)
         die("-C 8: expected heads of a multiple of 16, found %d (%s)", c->head_dim, o->model);
-    e->model.state.context = choose_context(app);
+    e->model.state.context = choose_context(e);
     if (o->answers && !modes[e->mode].has_answers)
         die_usage("-o: %s is made for -m %s, expected one that answers", o->model,
                   modes[e->mode].name);
@@ -3824,19 +3751,19 @@ static void load_model(App *app) {
 #else
     // Rows of logits in a pass: one for each text, or many of a text that is scored
     const int rows = min_int(e->mode == PERPLEXITY ? 128 : MOST_TEXTS, o->batch);
-    e->pass = pass_init(&e->model, o->batch, rows, places_for(o));
+    e->pass = pass_init(&e->model, o->batch, rows, e->most_texts);
 #endif
-    prepare_answers(app);
+    prepare_answers(e);
 }
 
 // Reads the prompt. Returns false if there is none: this is a conversation.
-static bool read_prompt(App *app) {
-    const Options *o = &app->options;
-    Buffer *text = &app->input;
-    const bool chat = app->engine.mode == CHAT, piped = o->file && !strcmp(o->file, "-");
+static bool read_prompt(Engine *e) {
+    const Options *o = &e->options;
+    Buffer *text = &e->input;
+    const bool chat = e->mode == CHAT, piped = o->file && !strcmp(o->file, "-");
     if (!chat && !o->text && !o->file)
         die_usage("-m %s: no text, expected -i TEXT, -f FILE or a pipe",
-                  modes[app->engine.mode].name);
+                  modes[e->mode].name);
     if (o->text) buffer_add(text, bytes(o->text));
     if (!o->file) return o->text;
     if (o->text) buffer_add(text, bytes("\n\n"));
@@ -3844,7 +3771,7 @@ static bool read_prompt(App *app) {
     const char *name = piped ? "stdin" : o->file, *error = file_read(text, o->file);
     if (error)
         die("%s: %s%s", name, error, strpbrk(name, " ?") ? " (-i takes a text, not a file)" : "");
-    check_utf8(app, name, 1, bytes_from(bytes_of(text), before));
+    check_utf8(e, name, 1, bytes_from(bytes_of(text), before));
     if (chat && text->n == before)
         die("%s: empty, expected a prompt%s", name,
             piped ? "; has a command before the pipe failed?" : "");
@@ -3857,33 +3784,31 @@ static bool read_prompt(App *app) {
 
 // Encodes the prompt of a mode other than chat. An answer needs at least one id before it. (The
 // blanks before a text's own given answers are encoded with these.)
-static void encode_text(const App *app, Bytes text, Ids *ids) {
-    const Engine *e = &app->engine;
+static void encode_text(const Engine *e, Bytes text, Ids *ids) {
     const Tokenizer *tok = &e->tokenizer;
     encode_raw(tok, e->kind == OWN_CHOICES ? strip_end(tok, text) : text, ids);
     if (e->mode == GENERATE && ids->n == 0) ids_add(ids, tok->end_of_text);
 }
 
 // Runs a mode other than chat on a text.
-static void run_raw(App *app, Bytes text) {
-    const Engine *e = &app->engine;
-    const Ids *ids = &app->prompt;
+static void run_raw(Engine *e, Bytes text) {
+    const Ids *ids = &e->prompt;
     Buffer lines = {0};
-    check_length(app, text.n, NULL);
-    encode_text(app, text, &app->prompt);
+    check_length(e, text.n, NULL);
+    encode_text(e, text, &e->prompt);
     if (interrupted) return;
-    check_length(app, text.n, ids);  // or exits
-    give_notices(app);
+    check_length(e, text.n, ids);  // or exits
+    give_notices(e);
     if (e->mode == GENERATE) {
-        respond(app);
-    } else if (e->mode == TOKENIZE && app->options.verbose) {
+        respond(e);
+    } else if (e->mode == TOKENIZE && e->options.given['v']) {
         for (size_t i = 0; i < ids->n; i++) {
             buffer_print(&lines, "%d ", ids->p[i]);
             buffer_add_json(&lines, e->tokenizer.text[ids->p[i]], true);
             buffer_add(&lines, bytes("\n"));
         }
     } else {
-        const Text *t = e->mode == TOKENIZE ? NULL : run_request(app);
+        const Text *t = e->mode == TOKENIZE ? NULL : run_request(e);
         if (!t || t->ending == COMPLETE) add_result(&lines, e, t, ids, NULL);
     }
     write_results(bytes_of(&lines));
@@ -3905,12 +3830,10 @@ typedef struct {
 
 // Sets the error if `good` is false: `part` of the line is bad at what comes next.
 static void json_check(Json *j, bool good, const char *part, const char *expected) {
-    static char what[300];
     if (good || j->error) return;
     const char *found = !j->rest.n ? "the end" : !*j->rest.p ? "a NUL" : "";
-    snprintf(what, sizeof(what), "bad %s at byte %zu, expected %s, found %s%.*s", part,
-             j->n - j->rest.n + 1, expected, found, (int)min_size(j->rest.n, 16), j->rest.p);
-    j->error = what;
+    j->error = say("bad %s at byte %zu, expected %s, found %s%.*s", part, j->n - j->rest.n + 1,
+                   expected, found, (int)min_size(j->rest.n, 16), j->rest.p);
 }
 
 static void json_need(Json *j, bool good, const char *what) { json_check(j, good, "JSON", what); }
@@ -4064,7 +3987,6 @@ static int json_message(Json *j, Conversation *talk) {
 // Goes to the text or the messages of an object. Its other members go to `out`, each with a comma.
 // They do so in spite of an error, because `all` has none: a wrong row keeps its members.
 static void json_object(Json *j, int kind, Buffer *out) {
-    static char what[128];
     const Bytes text = json_member(*j, "text").rest, messages = json_member(*j, "messages").rest;
     Json all = *j;
     json_take(&all, "{");
@@ -4077,11 +3999,9 @@ static void json_object(Json *j, int kind, Buffer *out) {
         while (*ignored && !bytes_are(name, *ignored)) ignored++;
         const bool kept = !*added && !bytes_are(name, "text") && !bytes_are(name, "messages");
         if (*ignored) buffer_print(&j->ignored, ", %s", *ignored);
-        if (*added) {
-            snprintf(what, sizeof(what), "has a member \"%s\", which this run adds; to take it "
-                     "away: jq 'del(.%s)' -c", *added, *added);
-            j->error = what;
-        }
+        if (*added)
+            j->error = say("has a member \"%s\", which this run adds; to take it away: "
+                           "jq 'del(.%s)' -c", *added, *added);
         json_value(&all, 1);
         if (kept) buffer_add(out, (Bytes){member, all.rest.p - member});
         if (kept) buffer_add(out, bytes(","));
@@ -4134,8 +4054,7 @@ static void json_line(Json *j, Conversation *talk, int kind, Buffer *out) {
 enum { AHEAD = 1024, AHEAD_BYTES = 16 << 20 };  // lines that may wait for an earlier one
 
 typedef struct {
-    App *app;
-    Engine *e;              // the app's
+    Engine *e;
     Lines in;
     size_t failed;          // lines that were an error
     size_t read;            // lines that were read
@@ -4158,7 +4077,6 @@ typedef struct {
 } List;
 
 static bool has_newline(Bytes line) { return line.n && line.p[line.n - 1] == '\n'; }
-
 static Buffer *line_of(List *l, size_t number) { return &l->lines[number % AHEAD]; }
 
 // Writes the next line. What FILE ended with has to be the same, and is not written again.
@@ -4168,7 +4086,7 @@ static void write_line(List *l) {
     const size_t known = min_size(l->tail.n, line.n);
     if (!bytes_equal((Bytes){l->tail.p, known}, (Bytes){line.p, known}))
         die("%s: another run's, expected this one's or a new FILE: the list, the prompt, the "
-            "model, an option or the build has changed", l->app->options.out);
+            "model, an option or the build has changed", l->e->options.out);
     buffer_cut(&l->tail, known);
     write_results(bytes_from(line, known));
     free(buffer->p);
@@ -4226,10 +4144,10 @@ static void check_plain(List *l, Json line) {
 // Makes the conversation of a line: its messages, or its text after that of -i. *line becomes that
 // text. The output's line gets the members that an object keeps. Returns what is wrong, or NULL.
 static const char *take_line(List *l, Bytes *line) {
-    const Options *o = &l->app->options;
+    const Options *o = &l->e->options;
     const bool chat = l->e->mode == CHAT;
-    Conversation *talk = &l->app->conversation;
-    Json j = {.rest = *line, .n = line->n, .text = &l->app->input, .tok = &l->e->tokenizer};
+    Conversation *talk = &l->e->conversation;
+    Json j = {.rest = *line, .n = line->n, .text = &l->e->input, .tok = &l->e->tokenizer};
     conversation_drop(talk, 0, talk->n);
     if (chat && o->system) conversation_add(talk, SYSTEM, bytes(o->system));
     const size_t before = talk->n;
@@ -4254,42 +4172,41 @@ static const char *take_line(List *l, Bytes *line) {
     return NULL;
 }
 
-// Encodes a line into app->prompt, after Ctrl-C perhaps not all. Returns what is wrong, or NULL.
+// Encodes a line into e->prompt, after Ctrl-C perhaps not all. Returns what is wrong, or NULL.
 static const char *encode_line(List *l, Bytes line) {
     static const char too_long[] = "too long, expected at most 1 GB, less where memory is small";
-    App *app = l->app;
     Engine *e = l->e;
-    Ids *ids = &app->prompt;
-    const Json object = {.rest = line, .n = line.n, .text = &app->input};
+    Options *o = &e->options;
+    Ids *ids = &e->prompt;
+    const Json object = {.rest = line, .n = line.n, .text = &e->input};
     const bool chat = e->mode == CHAT, own = e->kind == OWN_CHOICES;
-    const Conversation *talk = &app->conversation;
+    const Conversation *talk = &e->conversation;
     if (line.n > l->in.most) return too_long;
     const char *error = take_line(l, &line);
     if (own) e->reserve = 0;  // not known yet
-    if (!error && own) error = take_choices(object, app->options.member, &e->choices);
+    if (!error && own) error = take_choices(object, o->member, &o->choices);
     if (error) return error;
     size_t size = 0;
     for (size_t i = 0; i < talk->n; i++) size += talk->p[i].text.n;
-    if (own && (size + 100.0) * e->choices.n > l->in.most) return too_long;  // encoded with each
-    error = wrong_length(app, size, NULL);
+    if (own && (size + 100.0) * o->choices.n > l->in.most) return too_long;  // encoded with each
+    error = wrong_length(e, size, NULL);
     if (error) return error;
     ids->n = 0;
-    if (chat) render(&e->tokenizer, talk, 0, app->switched_on, ids);
-    else encode_text(app, bytes_of(&talk->p[0].text), ids);
+    if (chat) render(&e->tokenizer, talk, 0, e->switched_on, ids);
+    else encode_text(e, bytes_of(&talk->p[0].text), ids);
     if (own) error = encode_choices(e, bytes_of(&talk->p[0].text), chat ? NULL : ids);
-    if (!error && !interrupted) error = wrong_length(app, line.n, ids);
-    if (!error) check_blanks(app);
+    if (!error && !interrupted) error = wrong_length(e, line.n, ids);
+    if (!error) check_blanks(e);
     return error;
 }
 
 // Encodes a line. Its text waits to run. If it is wrong, or only tokenized, it is done at once.
 static void add_line(List *l, Bytes line) {
-    App *app = l->app;
     Engine *e = l->e;
-    const Options *o = &app->options;
+    const Options *o = &e->options;
     const size_t number = l->read;
-    if (o->list) check_utf8(app, l->in.name, number + 1, line);
-    give_notices(app);
+    if (o->list) check_utf8(e, l->in.name, number + 1, line);
+    give_notices(e);
     if (number == l->in_file && number)
         notice("%s: %zu lines are there, goes on with line %zu", o->out, number, number + 1);
     if (number == l->in_file && draws_ids(e) && !quiet && !is_seeded(o))
@@ -4298,10 +4215,10 @@ static void add_line(List *l, Bytes line) {
     if (interrupted) return;
     l->read++;
     if (error || e->mode == TOKENIZE) {
-        end_line(l, number, NULL, &app->prompt, error);
+        end_line(l, number, NULL, &e->prompt, error);
     } else {
-        const Message *last = &app->conversation.p[app->conversation.n - 1];
-        add_text(e, &app->prompt, o->seed + number, last->role == ASSISTANT)->slot->number = number;
+        const Message *last = &e->conversation.p[e->conversation.n - 1];
+        add_text(e, &e->prompt, o->seed + number, last->role == ASSISTANT)->slot->number = number;
     }
 }
 
@@ -4312,11 +4229,11 @@ static void show_texts(const List *l) {
     const double all = fmax(lines - l->in_file, 0), time = now(), seconds = time - progress.start;
     const double age = l->e->n_texts > 0 ? time - l->e->order[0]->slot->start : 0;
     const double done = fmax((double)l->read - l->e->n_texts - l->in_file, 0);
+    const char *about = l->in.ended ? "" : "about ";
     const double part = all > 0 ? fmin(done / all, seconds / (seconds + age + 1e-9)) : 0;
-    char of_all[64] = "", text[96];
-    if (all > 0) snprintf(of_all, sizeof(of_all), " of %s%.0f", l->in.ended ? "" : "about ", all);
-    snprintf(text, sizeof(text), "%.0f%s texts", done, of_all);
-    progress_show(l->e->n_rows, part, text);
+    const char *label = all > 0 ? say("%.0f of %s%.0f texts", done, about, all)
+                                : say("%.0f texts", done);
+    progress_show(l->e->n_rows, part, label);
 }
 
 // Reads lines and adds their texts while there are places. While texts run, it does not wait for
@@ -4338,7 +4255,7 @@ static bool admit_lines(List *l) {
 
 // Writes the notices and statistics of the whole list. Returns the program's exit status.
 static int report_list(const List *l) {
-    const Options *o = &l->app->options;
+    const Options *o = &l->e->options;
     const double seconds = now() - progress.start + 1e-9;
     const double rate = (l->prompt_tokens - l->cached + l->drawn) / seconds;
     const size_t lines = l->written > l->in_file ? l->written : l->in_file;  // that are there
@@ -4347,9 +4264,7 @@ static int report_list(const List *l) {
     const bool failed = l->failed || l->failed_in_file;
     const bool had_all = l->in_file && n == 0 && !interrupted;
     const int status = interrupted ? EXIT_INTERRUPT : failed ? EXIT_FAILURE : EXIT_SUCCESS;
-    char seed[48] = "";  // what to add to the same command
-    if (draws_ids(l->e) && !is_seeded(o) && l->e->places->sampler.temperature != 0)
-        snprintf(seed, sizeof(seed), " and -s %llu", o->seed);
+    const bool random = draws_ids(l->e) && l->e->places->sampler.temperature != 0;
     progress_end();
     if (had_all)
         notice("%s: has all %zu lines; another FILE, or none, makes a new run", o->out, lines);
@@ -4365,12 +4280,11 @@ static int report_list(const List *l) {
     if (l->pieces) notice("texts: scored in pieces of %d tokens (-c): %zu", context, l->pieces);
     if (interrupted)
         notice("list: %zu lines are written; the same command%s%s goes on%s", lines,
-               o->out ? "" : " with -w FILE for > FILE", seed,
+               o->out ? "" : " with -w FILE for > FILE",
+               random && !is_seeded(o) ? say(" and -s %llu", o->seed) : "",
                l->size ? "" : ", if the pipe gives the same lines again");
-    fprintf(stderr, "%zu texts in %.1f s, prompts %zu tokens (%zu cached", n, seconds,
+    fprintf(stderr, "%zu texts in %.1f s, prompts %zu tokens (%zu cached)", n, seconds,
             l->prompt_tokens, l->cached);
-    if (l->e->again) fprintf(stderr, ", %zu computed again", l->e->again);
-    fputs(")", stderr);
     if (modes[l->e->mode].has_answers) fprintf(stderr, ", answers %zu tokens", l->drawn);
     fprintf(stderr, ", %.*f tokens/s", rate < 999.95, rate);
     if (draws_ids(l->e) && n > 0)
@@ -4384,7 +4298,7 @@ static int run_list(List *l) {
     patience = 0;
     if (l->failed_in_file)
         notice("%s: lines without a result, which stay: %zu, the first is line %zu",
-               l->app->options.out, l->failed_in_file, l->first_failed);
+               l->e->options.out, l->failed_in_file, l->first_failed);
     if (is_terminal(l->in.fd)) notice("%s: each line is a text; Ctrl-D ends the list", l->in.name);
     while (admit_lines(l) && run_pass(l->e)) {
         for (int i = 0; i < l->e->n_running;) {  // end_text puts the next one at i
@@ -4394,7 +4308,7 @@ static int run_list(List *l) {
         }
     }
     if (l->tail.n && !interrupted)
-        die("%s: has more lines than the list, expected at most %zu", l->app->options.out, l->read);
+        die("%s: has more lines than the list, expected at most %zu", l->e->options.out, l->read);
     return report_list(l);
 }
 
@@ -4406,15 +4320,15 @@ static int run_list(List *l) {
 enum { KNOWN_AGAIN = 8 };  // whole lines
 
 // Returns whether a line is null, or an object that this program gave its "error".
-static bool lacks_result(App *app, Bytes line) {
-    const Json j = {.rest = line, .n = line.n, .text = &app->input};
+static bool lacks_result(Engine *e, Bytes line) {
+    const Json j = {.rest = line, .n = line.n, .text = &e->input};
     return bytes_are(chop(line), "null") || (find_last(line, bytes(":null,\"error\":\"")) &&
                                              json_member(j, "error").rest.n);  // no inner object's
 }
 
 // FILE takes the place of stdout. Its lines are counted, and the last ones are kept.
 static void open_out(List *l) {
-    const char *file = l->app->options.out;
+    const char *file = l->e->options.out;
     Buffer *tail = &l->tail;
     Lines in = {.fd = file_open(file, true), .name = file, .most = INT_MAX};
     if (in.fd < 0) die("%s: %s", file, strerror(errno));
@@ -4425,7 +4339,7 @@ static void open_out(List *l) {
         if (!has_newline(line)) break;
         if (++l->in_file > KNOWN_AGAIN)
             buffer_cut(tail, (uint8_t *)memchr(tail->p, '\n', tail->n) + 1 - tail->p);
-        if (lacks_result(l->app, line) && l->failed_in_file++ == 0) l->first_failed = l->in_file;
+        if (lacks_result(l->e, line) && l->failed_in_file++ == 0) l->first_failed = l->in_file;
     }
     free(in.data.p);
     if (dup2(in.fd, STDOUT_FILENO) < 0) die("%s: %s", file, strerror(errno));
@@ -4433,11 +4347,11 @@ static void open_out(List *l) {
 }
 
 // Opens the list, and with -w also FILE: then skips the lines that it has, but for the last ones.
-static List *open_list(App *app) {
+static List *open_list(Engine *e) {
     static List list, *l = &list;
-    const Options *o = &app->options;
+    const Options *o = &e->options;
     const char *name = o->list ? o->list : o->json_list, *file = o->out;
-    *l = (List){.app = app, .e = &app->engine};
+    *l = (List){.e = e};
     l->in = (Lines){.fd = file_open(name, false), .name = strcmp(name, "-") ? name : "stdin",
                     .most = fmin(1 << 30, memory_size() / 16)};
     if (l->in.fd < 0) die("%s: %s", l->in.name, strerror(errno));
@@ -4490,8 +4404,7 @@ static const char usage[] =  // after the line of --version
     "to stderr. Exit: 0 success, 1 file, memory, model, 2 usage error, 130 Ctrl-C.\n";
 
 static const struct { const char *others, *here; } hints[] = {
-    {" model model-path ", "MODEL without an option"},
-    {" quiet silent ", "-q"}, {" verbose ", "-v"},
+    {" model ", "MODEL without an option"}, {" quiet ", "-q"}, {" verbose ", "-v"},
     {" think thinking enable-thinking reasoning ", "-r 1, or -r N for at most N tokens"},
     {" no-think no-thinking nothink hidethinking ", "-r 0"},
     {" json jsonl grammar grammar-file json-schema format response-format ", "-o 'TEXT|TEXT', "
@@ -4542,7 +4455,7 @@ static void set_model(Options *o, const char *arg, const char *before) {
 static void set_option(Options *o, const Option *option, const char *value) {
     if (!value) die_usage("-%c: alone, expected a value after it", option->letter);
     void *place = (char *)o + option->place;
-    char range[64], *end = NULL;
+    char *end = NULL;
     double number = strlen(value);  // of a TEXT or SEED; of the others the value
     errno = 0;
     if (option->type == TEXT) *(const char **)place = value;
@@ -4550,13 +4463,12 @@ static void set_option(Options *o, const Option *option, const char *value) {
     else if (option->type == REAL) number = strtod(value, &end);
     else if (option->type == MODE)
         for (number = 0; number < N_MODES && strcmp(value, modes[(int)number].name);) number++;
-    else if (*value == '-') o->seed = strtoll(value, &end, 10);
-    else o->seed = strtoull(value, &end, 10);
-    snprintf(range, sizeof(range), "%.10g to %.10g", option->low, option->high);
+    else o->seed = strtoull(value, &end, 10);  // of a negative one the same 64 bits
     const bool in_range = number >= option->low && number <= option->high;
     if (!in_range || end == value || (end && *end) || (option->type == SEED && errno))
         die_usage("-%c: bad value, expected %s, found \"%.80s\"%s", option->letter,
-                  option->expected ? option->expected : range, value,
+                  option->expected ? option->expected
+                                   : say("%.10g to %.10g", option->low, option->high), value,
                   option->type == REAL && strchr(value, ',') ? "; a point parts decimals" : "");
     if (option->type == REAL) *(float *)place = (float)number;
     if (option->type == MODE || option->type == INTEGER) *(int *)place = (int)number;
@@ -4602,9 +4514,8 @@ static Options parse_options(int argc, char **argv) {
         if (arg[0] == '-' && arg[1] && !arg[2] && o.given[(uint8_t)arg[1]]++)
             die_usage("%s: given twice, expected once", arg);
         if (!strcmp(arg, "-q")) quiet = true;
-        else if (!strcmp(arg, "-v")) o.verbose = true;
         else if (arg[0] != '-') set_model(&o, arg, argv[i - 1]);
-        else set_option(&o, option_named(arg), argv[++i]);  // NULL after the last one
+        else if (strcmp(arg, "-v")) set_option(&o, option_named(arg), argv[++i]);  // NULL: the end
     }
     if (!o.model || !*o.model || strlen(o.model) > LONGEST_PATH)
         die_usage("MODEL: missing or too long, expected a .bin file; -h shows more");
@@ -4625,32 +4536,32 @@ static Options parse_options(int argc, char **argv) {
 // ------------------------------------------------------------------------------------------------
 // main: what the options lead to
 
-static int run_mode(App *app) {
-    const char *system = app->options.system;
+static int run_mode(Engine *e) {
+    const char *system = e->options.system;
     // First, because it fails fast, and FILE becomes stdout:
-    List *list = is_list(&app->options) ? open_list(app) : NULL;
-    load_model(app);
-    prepare_places(app);
-    const bool chat = app->engine.mode == CHAT;
-    if (app->options.text) check_utf8(app, "-i", 1, bytes(app->options.text));
-    if (system) check_utf8(app, "-y", 1, bytes(system));
-    if (chat && system) conversation_add(&app->conversation, SYSTEM, bytes(system));
+    List *list = is_list(&e->options) ? open_list(e) : NULL;
+    load_model(e);
+    prepare_places(e);
+    const bool chat = e->mode == CHAT;
+    if (e->options.text) check_utf8(e, "-i", 1, bytes(e->options.text));
+    if (system) check_utf8(e, "-y", 1, bytes(system));
+    if (chat && system) conversation_add(&e->conversation, SYSTEM, bytes(system));
     if (list) return run_list(list);
-    const bool single = read_prompt(app);
-    if (app->engine.mode != TOKENIZE) patience = 1;
-    if (!single && is_terminal(STDIN_FILENO)) run_dialogue(app);
-    else if (!single) run_script(app);
-    else if (chat) chat_turn(app, bytes_of(&app->input));
-    else run_raw(app, bytes_of(&app->input));
+    const bool single = read_prompt(e);
+    if (e->mode != TOKENIZE) patience = 1;
+    if (!single && is_terminal(STDIN_FILENO)) run_dialogue(e);
+    else if (!single) run_script(e);
+    else if (chat) chat_turn(e, bytes_of(&e->input));
+    else run_raw(e, bytes_of(&e->input));
     return interrupted ? EXIT_INTERRUPT : EXIT_SUCCESS;
 }
 
 #ifndef TEST
 int main(int argc, char **argv) {
-    static App app;
+    static Engine engine;
     start_platform(&argc, &argv);
-    app.options = parse_options(argc, argv);
-    return run_mode(&app);
+    engine.options = parse_options(argc, argv);
+    return run_mode(&engine);
 }
 #endif
 
@@ -4670,9 +4581,6 @@ int main(int argc, char **argv) {
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <termios.h>
-#endif
-#ifdef __APPLE__
-#include <sys/sysctl.h>
 #endif
 
 // ------------------------------------------------------------------------------------------------
@@ -4792,11 +4700,9 @@ INLINE VecF load_bytes(const int8_t *p) { return (VecF){p[0], p[1], p[2], p[3]};
 enum { FLIP = W_BIAS ? (int32_t)0x80808080 : 0 };  // ^ FLIP adds W_BIAS to each byte
 
 // UNROLL stands before loops over arrays of vectors, so that the arrays stay in registers.
-#if defined(NO_UNROLL)  // with sanitizers, unrolled code takes minutes to compile
-#define UNROLL
-#elif defined(__clang__)
+#if !defined(UNROLL) && defined(__clang__)  // sanitizers: empty, for it takes minutes to compile
 #define UNROLL _Pragma("clang loop unroll(full)")
-#else
+#elif !defined(UNROLL)
 #define UNROLL _Pragma("GCC unroll 16")
 #endif
 
@@ -5412,32 +5318,16 @@ INLINE void score_tile(const Task *task, int r, int pos, const int queries, cons
     }
 }
 
-// Adds positions from pos on to `span`, two vectors of query r's sums from j on, then it to `sum`.
-INLINE void add_rest(const Task *task, int r, int j, int pos, VecF *span, const bool packed) {
-    const size_t first = task->c->head_dim + j * BLOCK;
-    const float *term = task->score + r * SCORE_STRIDE;
-    VecF *sum = (VecF *)(task->sum + r * value_dim(task->c)) + j;
-    for (const int end = min_int(task->end, task->len[r]); pos < end; pos++) {
-        const float *block = block_of(task, pos);
-        const VecF weight = splat_f(term[pos - task->start]);
-        UNROLL for (int v = 0; v < 2; v++) {
-            const VecF value = cache_load(block, first + v * BLOCK, pos % BLOCK, true, packed);
-            span[v] = mul_add_v(value, weight, span[v]);
-        }
-    }
-    const VecF keep = splat_f(task->keep[r]);
-    UNROLL for (int v = 0; v < 2; v++) sum[v] = mul_add_v(sum[v], keep, span[v]);
-}
-
 // sum = keep * sum + (the span's terms times values), for `queries` queries from r on and two
-// vectors of columns from vector j on. The tile stops where its first query does: this query's term
-// of a later position is 0, but 0 times infinity or NaN is NaN. Each query sums the rest of its
-// positions, fewer than the tile has queries, alone. The prefetch is of the block after the next.
+// vectors of columns from vector j on. From where the first query stops, each one takes only its
+// own positions: its term of a later one is 0, but 0 times infinity or NaN is NaN. The prefetch is
+// of the block after the next.
 INLINE void value_tile(const Task *task, int r, int j, const int queries, const bool packed) {
     const size_t first = task->c->head_dim + j * BLOCK;
-    const int common = max_int(min_int(task->end, task->len[r]), task->start);
+    const int *len = task->len + r, end = min_int(task->end, len[queries - 1]);
+    const int common = max_int(min_int(task->end, len[0]), task->start);
     const float *term = task->score + r * SCORE_STRIDE;
-    VecF sum[ATT_QUERIES][2] = {0}, copy[ATT_QUERIES][2];
+    VecF sum[ATT_QUERIES][2] = {0};
     for (int pos = task->start; pos < common; pos += BLOCK) {
         const float *block = block_of(task, pos), *later = block_of(task, pos + 2 * BLOCK);
         for (int k = 0; k < min_int(BLOCK, common - pos); k++, term++) {
@@ -5453,11 +5343,22 @@ INLINE void value_tile(const Task *task, int r, int j, const int queries, const 
             }
         }
     }
-    // clang keeps `sum` in registers only if no index of it is a variable.
-    UNROLL for (int i = 0; i < queries; i++) {
-        UNROLL for (int v = 0; v < 2; v++) copy[i][v] = sum[i][v];
+    for (int pos = common; pos < end; pos++, term++) {
+        const float *block = block_of(task, pos);
+        UNROLL for (int i = 0; i < queries; i++) {
+            const VecF weight = splat_f(term[i * SCORE_STRIDE]);
+            if (pos >= len[i]) continue;
+            UNROLL for (int v = 0; v < 2; v++) {
+                const VecF value = cache_load(block, first + v * BLOCK, pos % BLOCK, true, packed);
+                sum[i][v] = mul_add_v(value, weight, sum[i][v]);
+            }
+        }
     }
-    for (int i = 0; i < queries; i++) add_rest(task, r + i, j, common, copy[i], packed);
+    UNROLL for (int i = 0; i < queries; i++) {
+        VecF *out = (VecF *)(task->sum + (r + i) * value_dim(task->c)) + j;
+        const VecF keep = splat_f(task->keep[r + i]);
+        UNROLL for (int v = 0; v < 2; v++) out[v] = mul_add_v(out[v], keep, sum[i][v]);
+    }
 }
 
 // Each query's scores become the terms exp(score - largest). Positions after its own get -INFINITY,
@@ -5488,11 +5389,14 @@ INLINE void attend_span(Task *task, const int queries, const bool packed) {
     }
 }
 
-// Puts queries first .. first + count - 1 of a kv head into the task.
-static void take_queries(const Worker *me, int kv_head, int first, int count) {
+// Attention of queries first .. first + count - 1 of a kv head, all of the text with these blocks
+static void attend_task(const Worker *me, int kv_head, const int *blocks, int first, int count) {
     const Config *c = me->c;
     const int per_kv = c->n_heads / c->n_kv_heads;
+    const bool few = 2 * count <= ATT_QUERIES, packed = c->cache_bits == 8 && count <= ATT_QUERIES;
     Task *task = me->task;
+    task->n = round_up(count, few ? 2 : ATT_QUERIES);
+    memset(task->sum, 0, (size_t)task->n * value_dim(c) * sizeof(float));
     for (int r = 0; r < task->n; r++) {
         const int query = first + min_int(r, count - 1), t = query / per_kv;
         const int head = kv_head * per_kv + query % per_kv;
@@ -5503,16 +5407,6 @@ static void take_queries(const Worker *me, int kv_head, int first, int count) {
         task->largest[r] = -FLT_MAX;
         task->total[r] = 0;
     }
-    memset(task->sum, 0, (size_t)task->n * value_dim(c) * sizeof(float));
-}
-
-// Attention of these queries, all of the text that has these blocks
-static void attend_task(const Worker *me, int kv_head, const int *blocks, int first, int count) {
-    const Config *c = me->c;
-    const bool few = 2 * count <= ATT_QUERIES, packed = c->cache_bits == 8 && count <= ATT_QUERIES;
-    Task *task = me->task;
-    task->n = round_up(count, few ? 2 : ATT_QUERIES);
-    take_queries(me, kv_head, first, count);
     for (task->end = 0; task->end < task->len[task->n - 1];) {
         task->start = task->end;
         task->end = min_int(task->start + SPAN, task->len[task->n - 1]);
@@ -5751,14 +5645,12 @@ static const char *version(void) { return "qwen3 " VERSION " (" SIMD ")\n"; }
 // Returns what alloc says of a cache of so many bytes that it can't get. It names contexts that
 // fit into half of that and into a quarter of the memory.
 static const char *no_cache(const Config *c, double size) {
-    static char what[96];
     const double room = fmin(size / 2, memory_size() / 4), most = c->max_seq_len;
     Config packed = *c;
     packed.cache_bits = 8;
-    snprintf(what, sizeof(what), "the KV cache (-c %.0f fits, or with -C 8 -c %.0f)",
-             floor(fmin(room / position_size(c), most)),
-             floor(fmin(room / position_size(&packed), most)));
-    return what;
+    return say("the KV cache (-c %.0f fits, or with -C 8 -c %.0f)",
+               floor(fmin(room / position_size(c), most)),
+               floor(fmin(room / position_size(&packed), most)));
 }
 
 static Q8 q8_init(int cols, int group) { return (Q8){activations(cols, 1), floats(cols / group)}; }

@@ -294,15 +294,16 @@ static void write_list(int texts, int prompt, int answer) {
 
 // All of it, as the program does it: reads the list, samples with the defaults, writes to /dev/null.
 static double run_texts(int unused) {
-    static App app;
+    static Engine engine;
     (void)unused;
-    app = (App){.options = parse_options(9, (char *[]){"", "MODEL", "-l", list_path, "-m", "generate",
+    engine = (Engine){.options = parse_options(9, (char *[]){"", "MODEL", "-l", list_path, "-m", "generate",
                                                        "-s", "1", "-q"}),
-                .engine = {.model = m, .pass = pass, .tokenizer = words, .mode = GENERATE, .max_new = list.answer}};
-    prepare_places(&app);
+                .model = m, .pass = pass, .tokenizer = words, .mode = GENERATE, .options.n = list.answer,
+                .most_texts = MOST_TEXTS};
+    prepare_places(&engine);
     const int out = dup(STDOUT_FILENO), null = open("/dev/null", O_WRONLY);
     if (out < 0 || null < 0 || dup2(null, STDOUT_FILENO) < 0) die("/dev/null: %s", strerror(errno));
-    run_list(open_list(&app));
+    run_list(open_list(&engine));
     dup2(out, STDOUT_FILENO);
     close(out), close(null);
     return (double)list.texts * list.answer;

@@ -329,7 +329,7 @@ static void fuzz_model(Bytes in) {
     }
     file_add("model", file.bytes, (size_t)(size + off[flags % 8]));
     static Engine e;
-    e = (Engine){.max_new = -1};
+    e = (Engine){.options.n = -1};
     make_panels(&e.model, model_map(&e.model, "model"));
     Config *g = &e.model.config;
     CHECK((int64_t)files[0].n == size && size_of(file.h) == size);
@@ -353,13 +353,14 @@ static void fuzz_model(Bytes in) {
     if (isfinite(sum_double(logits, g->vocab_size)))
         CHECK(!memcmp(logits, batched, g->vocab_size * sizeof(float)));
     e.tokenizer = (Tokenizer){.vocab_size = g->vocab_size, .tables = tiny.tables};
-    static App app;
-    app = (App){.engine = e};
-    app.engine.mode = PERPLEXITY;
-    prepare_places(&app);
+    static Engine engine;
+    engine = e;
+    engine.most_texts = 1;
+    engine.mode = PERPLEXITY;
+    prepare_places(&engine);
     if (n > 1) {
-        Text *a = add_text(&app.engine, &(Ids){ids, n, n}, 0, false);
-        while (a->ending == GOES_ON && run_pass(&app.engine)) {}
+        Text *a = add_text(&engine, &(Ids){ids, n, n}, 0, false);
+        while (a->ending == GOES_ON && run_pass(&engine)) {}
         CHECK(a->ending == FAILED || (a->ending == COMPLETE && a->target == (size_t)n));
     }
     Sampler sampler = {.temperature = flags & 64 ? 0.7f : 0, .top_p = 0.9f, .top_k = 20, .repetition = 1,
@@ -584,7 +585,7 @@ static void fuzz_chat(Bytes in) {
 // ---- Target session: a command line and stdin, up to the answer
 
 static void fuzz_session(Bytes in) {
-    static App app;
+    static Engine engine;
     char *argv[40] = {"qwen3"};
     int argc = 1;
     uint8_t flags = take_byte(&in);
@@ -602,9 +603,9 @@ static void fuzz_session(Bytes in) {
     }
     typed = in.p;
     n_typed = in.n;
-    app = (App){.options = parse_options(argc, argv), .engine = {.model = toy, .pass = own_pass(), .tokenizer = tiny}};
-    Engine *e = &app.engine;
-    Options *o = &app.options;
+    engine = (Engine){.options = parse_options(argc, argv), .model = toy, .pass = own_pass(), .tokenizer = tiny};
+    Engine *e = &engine;
+    Options *o = &engine.options;
     toy.config.cache_bits = e->model.config.cache_bits = o->cache_bits;
     CHECK(o->model && o->mode >= -1 && o->mode < N_MODES && o->batch >= 1 && o->batch <= 512);
     int most = e->model.state.context;
@@ -614,25 +615,26 @@ static void fuzz_session(Bytes in) {
     e->pass->logit_rows = min_int(e->pass->batch, e->pass->logit_rows);
     e->mode = o->mode < 0 ? CHAT : o->mode;
     e->kind = o->choices.n ? CHOICES : (int)e->mode;
+    e->most_texts = is_list(o) || o->answers ? min_int(MOST_TEXTS, o->batch) : 1;
     if (e->mode == PERPLEXITY && e->model.state.context < 2) return;  // load_model() refuses it
     bool chat = e->mode == CHAT;
-    prepare_answers(&app);
-    prepare_places(&app);
-    if (chat && o->system) conversation_add(&app.conversation, SYSTEM, bytes(o->system));
+    prepare_answers(&engine);
+    prepare_places(&engine);
+    if (chat && o->system) conversation_add(&engine.conversation, SYSTEM, bytes(o->system));
     o->out = NULL;                              // writes no files here
     if (is_list(o)) {
-        run_list(open_list(&app));
+        run_list(open_list(&engine));
         return;
     }
-    bool once = read_prompt(&app);
-    Bytes text = bytes_of(&app.input);
-    if (!once && is_terminal(STDIN_FILENO)) run_dialogue(&app);
-    else if (!once) run_script(&app);
-    else if (chat) chat_turn(&app, text);
-    else run_raw(&app, text);
+    bool once = read_prompt(&engine);
+    Bytes text = bytes_of(&engine.input);
+    if (!once && is_terminal(STDIN_FILENO)) run_dialogue(&engine);
+    else if (!once) run_script(&engine);
+    else if (chat) chat_turn(&engine, text);
+    else run_raw(&engine, text);
     for (int i = 0; i < 2; i++) CHECK(!e->places[i].writer->thinking && e->places[i].writer->held.n == 0);
     if (terminals & 2) CHECK(harmless(written, n_written));
-    const Conversation *c = &app.conversation;  // user, assistant, user, ... after the system
+    const Conversation *c = &engine.conversation;  // user, assistant, user, ... after the system
     size_t system = c->n && c->p[0].role == SYSTEM;
     for (size_t i = system; chat && i < c->n; i++) CHECK(c->p[i].role == ((i - system) % 2 ? ASSISTANT : USER));
 }
@@ -640,15 +642,15 @@ static void fuzz_session(Bytes in) {
 // ---- Target list: any bytes as a list of texts or of JSON; what a text gets is what it gets alone
 
 // A toy that can do what the options say, with a tokenizer and all of the cache
-static void app_start(App *app, int argc, char **argv) {
-    Engine *e = &app->engine;
-    *app = (App){.options = parse_options(argc, argv), .engine = {.model = toy, .pass = own_pass(), .tokenizer = tiny}};
-    toy.config.cache_bits = e->model.config.cache_bits = app->options.cache_bits;
-    e->mode = app->options.mode;
-    e->kind = app->options.choices.n ? CHOICES : (int)e->mode;
+static void start_engine(Engine *e, int argc, char **argv) {
+    *e = (Engine){.options = parse_options(argc, argv), .model = toy, .pass = own_pass(), .tokenizer = tiny};
+    toy.config.cache_bits = e->model.config.cache_bits = e->options.cache_bits;
+    e->mode = e->options.mode;
+    e->kind = e->options.choices.n ? CHOICES : (int)e->mode;
+    e->most_texts = is_list(&e->options) || e->options.answers ? min_int(MOST_TEXTS, e->options.batch) : 1;
     e->pass->logit_rows = min_int(e->pass->batch, e->pass->logit_rows);
-    prepare_answers(app);
-    prepare_places(app);
+    prepare_answers(e);
+    prepare_places(e);
     n_written = 0;
 }
 
@@ -680,28 +682,28 @@ static Buffer list_of_strings(Bytes in) {
 
 // The line that this text has alone, of the same options without -l
 static Buffer line_alone(int argc, char **argv, Bytes prefix, Bytes text) {
-    static App app;
+    static Engine engine;
     Buffer whole = {0}, line = {0};
-    app_start(&app, argc, argv);
+    start_engine(&engine, argc, argv);
     if (prefix.n) buffer_add(&whole, prefix), buffer_add(&whole, bytes("\n\n"));
     buffer_add(&whole, text);
-    if (app.engine.kind >= CHOICES) {  // with all probabilities, as a request of its own writes them
-        if (app.engine.mode == CHAT && app.options.system) conversation_add(&app.conversation, SYSTEM, bytes(app.options.system));
-        if (app.engine.mode == CHAT) conversation_add(&app.conversation, USER, bytes_of(&whole));
-        if (app.engine.mode == CHAT) render(&tiny, &app.conversation, 0, app.switched_on, &app.prompt);
-        else encode_text(&app, bytes_of(&whole), &app.prompt);
-        add_result(&line, &app.engine, run_request(&app), NULL, NULL);
+    if (engine.kind >= CHOICES) {  // with all probabilities, as a request of its own writes them
+        if (engine.mode == CHAT && engine.options.system) conversation_add(&engine.conversation, SYSTEM, bytes(engine.options.system));
+        if (engine.mode == CHAT) conversation_add(&engine.conversation, USER, bytes_of(&whole));
+        if (engine.mode == CHAT) render(&tiny, &engine.conversation, 0, engine.switched_on, &engine.prompt);
+        else encode_text(&engine, bytes_of(&whole), &engine.prompt);
+        add_result(&line, &engine, run_request(&engine), NULL, NULL);
         return line;
     }
-    if (app.engine.mode == CHAT && app.options.system) conversation_add(&app.conversation, SYSTEM, bytes(app.options.system));
-    if (app.engine.mode == CHAT) chat_turn(&app, bytes_of(&whole));
-    else run_raw(&app, bytes_of(&whole));
+    if (engine.mode == CHAT && engine.options.system) conversation_add(&engine.conversation, SYSTEM, bytes(engine.options.system));
+    if (engine.mode == CHAT) chat_turn(&engine, bytes_of(&whole));
+    else run_raw(&engine, bytes_of(&whole));
     const Bytes out = rest(written, n_written);
-    if (app.engine.mode > GENERATE) {
+    if (engine.mode > GENERATE) {
         buffer_add(&line, out);
         return line;
     }
-    buffer_add_json(&line, rest(out.p, out.n - (app.engine.mode == CHAT)), false);
+    buffer_add_json(&line, rest(out.p, out.n - (engine.mode == CHAT)), false);
     buffer_add(&line, bytes("\n"));
     return line;
 }
@@ -709,11 +711,11 @@ static Buffer line_alone(int argc, char **argv, Bytes prefix, Bytes text) {
 // The same list again, with Ctrl-C in the middle: what is written is the beginning of `whole`, and a
 // list that goes on as the message says gives the rest.
 static void list_stopped(int argc, char **argv, char *seed, Bytes data, Bytes whole, long calls) {
-    static App app;
-    app_start(&app, argc, argv);
+    static Engine engine;
+    start_engine(&engine, argc, argv);
     typed = data.p, n_typed = data.n;
     until_ctrl_c = calls;
-    const int status = run_list(open_list(&app));
+    const int status = run_list(open_list(&engine));
     until_ctrl_c = 0;
     Bytes first = rest(written, n_written), left = whole;
     CHECK(first.n <= whole.n && (first.n == 0 || memcmp(first.p, whole.p, first.n) == 0));
@@ -728,13 +730,13 @@ static void list_stopped(int argc, char **argv, char *seed, Bytes data, Bytes wh
     n_files = 0;
     file_add("list", data.p, data.n);
     typed = data.p, n_typed = data.n;
-    app_start(&app, argc, argv);
-    run_list(open_list(&app));
+    start_engine(&engine, argc, argv);
+    run_list(open_list(&engine));
     CHECK(bytes_equal(rest(written, n_written), left));
 }
 
 static void fuzz_list(Bytes in) {
-    static App app;
+    static Engine engine;
     static uint8_t result[sizeof(written)];
     static char *modes[] = {"chat", "generate", "embed", "perplexity", "tokenize"};
     static char *lengths[] = {"0", "1", "2", "5", "20", "-1"}, *batches[] = {"1", "2", "5", "16"};
@@ -780,9 +782,9 @@ static void fuzz_list(Bytes in) {
     char *list[] = {json ? "-L" : "-l", more & 16 ? "-" : "list", "-i", "Is this so?"};
     memcpy(argv + argc, list, sizeof(list));
     const int list_argc = argc + (prefix.n ? 4 : 2);
-    app_start(&app, list_argc, argv);
+    start_engine(&engine, list_argc, argv);
     must_succeed = true;
-    const int status = run_list(open_list(&app));
+    const int status = run_list(open_list(&engine));
     // a line for each line; null, or in an object an error, for those of which something was said
     const size_t n = n_written;
     memcpy(result, written, n);

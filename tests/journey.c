@@ -6,15 +6,15 @@
 
 enum { MOST_TOKENS = 4096, HEADS_PER_LINE = 4 };
 
-static App app;  // the program's state, as main() of qwen3.c has it
-static Model *const m = &app.engine.model;
+static Engine engine;  // the program's state, as main() of qwen3.c has it
+static Model *const m = &engine.model;
 static Ids ids;
 
 // A token's text as a JSON string, good until the next call
 static const char *piece(int id) {
     static Buffer line;
     line.n = 0;
-    buffer_add_json(&line, app.engine.tokenizer.text[id], true);
+    buffer_add_json(&line, engine.tokenizer.text[id], true);
     buffer_add(&line, (Bytes){(uint8_t *)"", 1});
     return (char *)line.p;
 }
@@ -57,10 +57,10 @@ static void print_attention(int l) {
 int main(int argc, char **argv) {
     start_platform(&argc, &argv);
     if (argc != 2 && argc != 3) die_usage("usage: tests/journey [MODEL.bin] TEXT");
-    app.options = (Options){.model = argc == 3 ? argv[1] : "tests/tiny/tiny.bin", .mode = GENERATE,
+    engine.options = (Options){.model = argc == 3 ? argv[1] : "tests/tiny/tiny.bin", .mode = GENERATE,
                             .context = -1, .batch = MOST_TOKENS};
-    load_model(&app);
-    encode_raw(&app.engine.tokenizer, bytes(argv[argc - 1]), &ids);
+    load_model(&engine);
+    encode_raw(&engine.tokenizer, bytes(argv[argc - 1]), &ids);
     const int n = (int)ids.n, n_layers = m->config.n_layers;
     if (n < 1 || n > MOST_TOKENS) die("TEXT: expected 1 to %d tokens, found %d", MOST_TOKENS, n);
     print_tokens();

@@ -1040,7 +1040,7 @@ static void test_drafts(void) {
         int n = below(2) ? -1 : below(60), context = below(2) ? 100 : 20 + below(80);
         Answers a[2];
         for (int k = 0; k < 2; k++) {
-            e[k].max_new = n;
+            e[k].options.n = n;
             e[k].model.state.context = context;
             e[k].tokenizer.stop = (Ids){&stop, trial % 3 == 0, 1};
             a[k] = answer_twice(&e[k], &sampler, &prompt);
@@ -1060,7 +1060,7 @@ static void test_drafts(void) {
     if (TILE_TOKENS > 1) CHECK(passes[1] < passes[0] * 0.85, "%d passes, not %d", passes[1], passes[0]);
     else CHECK(passes[1] == passes[0]);
     e[1].credit = 0;  // drafts that are always wrong: one in DRAFT_COST passes for each token
-    e[1].max_new = -1;
+    e[1].options.n = -1;
     e[1].model.state.context = 100;
     int zeros[50] = {0}, drafts = 0;
     Text *a = add_text(&e[1], &(Ids){zeros, 50, 50}, 0, false);
@@ -1084,7 +1084,7 @@ static void test_draft_that_overflows(void) {
     for (int drafting = 0; drafting < 2; drafting++) {
         int context[N] = {1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4};
         static Engine e;
-        e = (Engine){.max_new = -1};
+        e = (Engine){.options.n = -1};
         rng = 5;
         Model *m = &e.model;
         *m = random_model(32, 8, QWEN3);
@@ -1381,22 +1381,22 @@ static void test_cores(void) {
 
 // Ctrl-C before the new answer's first token: the old one stays.
 static void test_stopped_retry(void) {
-    static App app;
-    Conversation *talk = &app.conversation;
-    app.dialogue = quiet = true;
-    app.engine.model.state.context = 100;
-    app.engine.places->sampler.temperature = 1;
+    static Engine engine;
+    Conversation *talk = &engine.conversation;
+    engine.dialogue = quiet = true;
+    engine.model.state.context = 100;
+    engine.places->sampler.temperature = 1;
     conversation_add(talk, USER, bytes("question"));
     ids_add(&conversation_add(talk, ASSISTANT, bytes("answer"))->ids, 7);
-    buffer_add(&app.input, bytes("/retry"));
+    buffer_add(&engine.input, bytes("/retry"));
     Bytes text[256];
     for (int i = 0; i < 256; i++) text[i] = bytes("t");
-    app.engine.tokenizer.text = text;
-    app.engine.tokenizer.kind = (uint8_t[256]){0};
-    app.engine.tokenizer.tables = alloc(1, sizeof(Tables), "");
-    app.engine.tokenizer.tables->longest = 1;
+    engine.tokenizer.text = text;
+    engine.tokenizer.kind = (uint8_t[256]){0};
+    engine.tokenizer.tables = alloc(1, sizeof(Tables), "");
+    engine.tokenizer.tables->longest = 1;
     interrupted = 1;
-    CHECK(run_message(&app));
+    CHECK(run_message(&engine));
     interrupted = quiet = 0;
     CHECK(talk->n == 2 && bytes_equal(bytes_of(&talk->p[1].text), bytes("answer")));
     CHECK(talk->p[1].ids.n == 1 && talk->p[1].ids.p[0] == 7);
@@ -1622,15 +1622,15 @@ static void test_dying_together(void) {
 
 // Ctrl-C while /file reads
 static void test_file_stopped(void) {
-    static App app;
+    static Engine engine;
     char text[200] = "";
     int ends[2];
     const int saved = dup(STDERR_FILENO);
     CHECK(pipe(ends) == 0);
-    buffer_add(&app.input, bytes("/file tests/test.c"));
+    buffer_add(&engine.input, bytes("/file tests/test.c"));
     interrupted = 1;
     dup2(ends[1], STDERR_FILENO);
-    send_file(&app, bytes_from(bytes_of(&app.input), 6));
+    send_file(&engine, bytes_from(bytes_of(&engine.input), 6));
     dup2(saved, STDERR_FILENO);
     interrupted = 0;
     close(ends[1]);
@@ -1638,7 +1638,7 @@ static void test_file_stopped(void) {
     CHECK(!strcmp(text, "qwen3: /file: stopped, nothing was sent\n"), "%s", text);
     close(ends[0]);
     close(saved);
-    free(app.input.p);
+    free(engine.input.p);
 }
 #endif
 
@@ -1815,8 +1815,8 @@ static int print_tokens(const Tokenizer *t) {
     return EXIT_SUCCESS;
 }
 
-static int print_prompt(App *app) {
-    const Tokenizer *t = &app->engine.tokenizer;
+static int print_prompt(Engine *engine) {
+    const Tokenizer *t = &engine->tokenizer;
     Conversation c = {0};
     Buffer text = {0};
     Ids ids = {0};
@@ -1833,8 +1833,8 @@ static int print_prompt(App *app) {
             conversation_add(&c, user ? USER : SYSTEM, s);
         }
     }
-    find_thinking(app);
-    render(t, &c, 0, app->switched_on, &ids);
+    prepare_answers(engine);
+    render(t, &c, 0, engine->switched_on, &ids);
     print_ids(&ids);
     return EXIT_SUCCESS;
 }
@@ -1854,11 +1854,11 @@ static int print_logits(Pass *p) {
 }
 
 static int run_small_pool(int argc, char **argv) {  // argv: BLOCKS, and qwen3's arguments
-    static App app;
+    static Engine engine;
     most_blocks = atoi(argv[0]);
-    app.options = parse_options(argc, argv);
-    const int status = run_mode(&app);
-    if (!quiet) fprintf(stderr, "%zu rows\n", app.engine.n_rows);
+    engine.options = parse_options(argc, argv);
+    const int status = run_mode(&engine);
+    if (!quiet) fprintf(stderr, "%zu rows\n", engine.n_rows);
     return status;
 }
 
@@ -1872,11 +1872,11 @@ int main(int argc, char **argv) {
     const bool scoring = !strcmp(mode, "logits");
     if (!rendering && ((strcmp(mode, "tokens") && !scoring) || argc != 2))
         die_usage("usage: tests/test, tests/test tokens MODEL, logits MODEL or render MODEL 0|1");
-    static App app;
-    app.options = (Options){.model = argv[1], .mode = scoring ? PERPLEXITY : TOKENIZE, .context = -1, .batch = 128,
+    static Engine engine;
+    engine.options = (Options){.model = argv[1], .mode = scoring ? PERPLEXITY : TOKENIZE, .context = -1, .batch = 128,
                             .think = rendering && *argv[2] == '1'};
     quiet = rendering;
-    load_model(&app);
-    if (scoring) return print_logits(app.engine.pass);
-    return rendering ? print_prompt(&app) : print_tokens(&app.engine.tokenizer);
+    load_model(&engine);
+    if (scoring) return print_logits(engine.pass);
+    return rendering ? print_prompt(&engine) : print_tokens(&engine.tokenizer);
 }

@@ -76,7 +76,7 @@ def functions(directory, *arguments):
 
 @pytest.mark.slow
 def test_functions_under_the_thread_sanitizer(tmp_path):
-    functions(tmp_path, "CFLAGS=-O1 -g -fsanitize=thread -fno-sanitize-recover=all -DNO_UNROLL "
+    functions(tmp_path, "CFLAGS=-O1 -g -fsanitize=thread -fno-sanitize-recover=all -DUNROLL= "
                         "-Wno-pass-failed", "NATIVE=$(THIS_CPU)")
 
 

@@ -118,11 +118,11 @@ FIELDS = {"qwen3": [
     Field("bad rope_theta", 0x30, "f", harmless=(-0.0,)), Field("bad rms_norm_eps", 0x34, "f", harmless=(-0.0,)),
     Field("bad rope_scaling", 0x38, values=(3,), harmless=(0,), elsewhere={
         2: "rope_factor",
-        1: "bad rope_scaling, expected 0 or 2, found 1; copy or export it again"}),  # an older YaRN
+        1: "bad rope_scaling, expected 0 or 2, found 1; export it again by this version's export.py"}),  # an older YaRN
     Field("bad rope_factor", 0x3C, "f", values=(1.0,), harmless=(-0.0,)),
-    *[Field("unknown header field", at, harmless=(0,))
+    *[Field("unknown field", at, harmless=(0,))
       for at in (*range(0x40, 0x54, 4), *range(0x70, 0x80, 4), 0x84, 0xFC)],
-    *[Field("unknown header field", at, "B") for at in (0x85, 0xFF)],
+    *[Field("unknown field", at, "B") for at in (0x85, 0xFF)],
     Field("bad eight_bits", 0x6C, values=(4, 127, 128), harmless=(0,)), Field("bad eight_bits", 0x6D, "B"),
     Field("bad panels", 0x80, values=(3, 16), elsewhere={0: SIZE}), Field("bad panels", 0x83, "B"),
     Field("bad n_experts,", 0x5C, values=(4097,), harmless=(0,), elsewhere={1: "bad n_experts_used", 4096: "bad n_experts_used"}),
@@ -133,9 +133,9 @@ FIELDS = {"qwen3": [
 ], "scaled rope": [
     Field("bad rope_scaling", 0x38, elsewhere={0: "rope_factor"}),
     Field("bad rope_factor", 0x3C, "f", harmless=(1e-45, 1e13)),
-    *[Field("unknown header field", at, harmless=(0,)) for at in range(0x40, 0x54, 4)],
+    *[Field("unknown field", at, harmless=(0,)) for at in range(0x40, 0x54, 4)],
 ], "4 bits": [
-    Field("bad layer_bits", 0x68, values=(2, 8), elsewhere={0: "unknown header field"}),
+    Field("bad layer_bits", 0x68, values=(2, 8), elsewhere={0: "unknown field"}),
     Field("bad eight_bits", 0x6C, values=(127, 128, 129), elsewhere=dict.fromkeys((0, 3, 5, 8, 127), SIZE)),
     Field("bad panels", 0x80, elsewhere={0: SIZE}),
 ], "experts": [
@@ -531,14 +531,14 @@ def with_sections(data, tag, *payloads):
 
 def test_newer_formats(files):
     """A version that is unknown, a field or a section: the program is too old, and no copy helps."""
-    f, newer = files(), "was it made by a newer export.py?"
+    f, older, newer = files(), "by this version's export.py", "was it made by a newer export.py?"
     at = f.tokenizer_bytes.index(b"q3tx")
     for model, tokenizer, word in (
-            (patched(f.model_bytes, "I", 4, 9), None, "bad version, expected 1, found 9"),
-            (patched(f.model_bytes, "I", 0x84, 9), None, "field at 0x84"),
-            (None, patched(f.tokenizer_bytes, "I", at + 4, 9), "bad version, expected 1, found 9"),
-            (None, with_sections(f.tokenizer_bytes, b"xxxx", b""), 'section "xxxx"')):
-        assert b"again" not in f.check([word, newer], model, tokenizer).stderr
+            (patched(f.model_bytes, "I", 4, 9), None, f"bad version, expected 1, found 9; export it again {older}"),
+            (patched(f.model_bytes, "I", 0x84, 9), None, f"field at 0x84, expected 0, found 9; export it again {older}"),
+            (None, patched(f.tokenizer_bytes, "I", at + 4, 9), older),
+            (None, with_sections(f.tokenizer_bytes, b"xxxx", b""), f'section "xxxx"; {newer}')):
+        assert b"copy" not in f.check([word], model, tokenizer).stderr
 
 
 @pytest.mark.parametrize("tag, payload, word", BAD_SECTIONS, ids=lambda x: ascii(x[:60]))
