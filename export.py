@@ -670,7 +670,6 @@ HUB_NAME = re.compile(r"""(?:https?://[^/]+/|(?:hf|huggingface)\.co/)?
     (?P<model>[A-Za-z0-9][\w.-]*/[\w.-]+?(?<!\.gguf))
     (?:(?:@|/(?:tree|blob|resolve)/)(?P<revision>[\w.-]+(?:/[\w.-]+)*?))?
     (?::(?P<kind>[\w-]+)|/(?P<file>[\w./-]+\.gguf)?)?(?:[?\#].*)?""", re.ASCII | re.VERBOSE)
-PROJECTOR = re.compile(r"mmproj[^/]*$")  # what a model sees with, beside its text part
 PART = re.compile(r"-(\d{5})-of-(\d{5})(?=\.gguf$)")
 NO_NETWORK = {"ConnectionError", "Timeout", "TransportError", "LocalEntryNotFoundError"}
 
@@ -741,8 +740,8 @@ def choose_gguf(where: object, files: list[str], wanted: str = "", default: str 
     """The parts of the GGUF file with the wanted name or kind, such as Q4_0. If none is wanted: of
     the only file, or of that of the default kind, or [] if the files are a checkpoint's."""
     models: dict[str, list[str]] = {}  # name without the number of a part -> the parts
-    for file in sorted(files):
-        if file.endswith(".gguf") and not PROJECTOR.search(file):
+    for file in sorted(files):  # mmproj is what a model sees with, beside its text part
+        if file.endswith(".gguf") and not re.search("mmproj[^/]*$", file):
             models.setdefault(PART.sub("", file), []).append(file)
     if not wanted and (not models or any(map(WEIGHTS.fullmatch, files))):
         if "config.json" in files:
@@ -1049,6 +1048,8 @@ def read_header(source: Source, bits: int | None, group_size: int | None,
         refuse(where, "a vision model that makes embeddings", "one that answers", source.name)
     for key, value in family.fixed.items():
         require(where, key, config.get(key), value, None)
+    if source.embedding:  # its own code may see in both directions, or add tokens to a text
+        require(where, "auto_map (the model's own code)", config.get("auto_map", "none"), "none")
     get = partial(read_number, where, config)
     heads, width_key = get("num_attention_heads"), "intermediate_size"
     defaults = {"head_dim": family.head_dim or get("hidden_size") // heads,
@@ -1249,6 +1250,7 @@ def read_added(where: Path, tokenizer: dict, settings: dict, nfc: bool) -> dict:
         more = [read(token, int(i))
                 for i, token in (settings.get("added_tokens_decoder") or {}).items()]
         more += [(text, None, SPECIAL) for text in read_roles(settings).values()]
+    require(where, "split_special_tokens", settings.get("split_special_tokens"), False, None)
     added = {text: (token_id, flags) for text, token_id, flags in entries}
     for text, token_id, flags in more:
         if text not in added or token_id not in (None, added[text][0]):
@@ -1583,9 +1585,8 @@ def make_tokenizer(source: Source, vocab_size: int) -> tuple[bytes, bytes]:
         Notices.hints.append(f"{path.name}: ignored, as only options or nothing at all sets them: "
                              + ", ".join(ignored))
     given = {key: generation[key] for key in defaults if generation.get(key) is not None}
-    values = defaults | given
-    numbers = [read_number(path, values, key) for key in ("temperature", "top_p", "top_k")]
-    sampling = struct.pack("<2fI", numbers[0] if values["do_sample"] else 0.0, *numbers[1:])
+    numbers = [read_number(path, defaults | given, k) for k in ("temperature", "top_p", "top_k")]
+    sampling = struct.pack("<2fI", numbers[0] if given.get("do_sample", True) else 0, *numbers[1:])
     sections = {
         "adde": pack_u32(*sorted(added.values())), **make_unicode_sections(nfc),
         "head": pack_u32(head_ids), "tail": pack_u32(tail_ids), "stop": pack_u32(stop_ids),
@@ -1658,8 +1659,7 @@ def choose_quantization(dtypes: Counter[str], widths: Collection[int], bits: int
                         group_size: int | None) -> tuple[int, int, bytes]:
     """(bits, group size, levels: zeros for 8 bits). What the user leaves open is chosen so that
     most of a GGUF file can be copied."""
-    kind, most = (dtypes.most_common(1) or [("", 0)])[0]
-    kind = kind if 2 * most > dtypes.total() else "no kind"
+    kind = next((kind for kind, n in dtypes.items() if 2 * n > dtypes.total()), "no kind")
     bits = bits or (4 if kind in GGUF_LEVELS else 8)
     if not group_size:
         small = bits == 4 or kind == "Q8_0" or any(width % 64 for width in widths)

@@ -200,7 +200,7 @@ def test_config_refused(checkpoint, refuses, tmp_path, kind, changes, patterns):
     ("tokenizer_config.json", "\x00", ["tokenizer_config.json: broken"]),
     ("tokenizer_config.json", '{"added_tokens_decoder": {"9": {"content": "<new>", "special": 1}}}', ["<new>"]),
     ("added_tokens.json", '{"<new>": 9}', ["'<new>' of tokenizer_config.json, added_tokens.json, found no such"]),
-    ("added_tokens.json", '{"<think>": 9}', ["'<think>' of .*found it with another id"]),
+    ("tokenizer_config.json", '{"split_special_tokens": true}', ["split_special_tokens .*expected False, found True"]),
     ("tokenizer_config.json", '{"eos_token": "<none>"}', ["<none>"]),
     ("tokenizer_config.json", '{"chat_template": [1]}', ["tokenizer_config.json: broken"]),
     ("tokenizer_config.json", '{"chat_template": 5}', ["in: chat_template, expected a text, found 5"]),

@@ -274,6 +274,8 @@ def test_what_sentence_transformers_does_besides(checkpoint, run, tmp_path):
     _, (_, hint) = run(ck.save(tmp_path / "in"), "out.bin")
     assert hint.startswith("export.py: config_sentence_transformers.json: left to you") and hint.endswith(
         str({"prompts": {"query": "query:\n"}, "default_prompt_name": "query", "max_seq_length": 77, "truncate_dim": 32}))
+    ck.config["auto_map"] = {"AutoModel": "modeling_qwen.Qwen2Model"}
+    refused(run(ck.save(tmp_path / "in"), "out.bin"), "config.json: auto_map .*expected none, found {'AutoModel'")
     settings["prompts"] = ["x"]
     refused(run(ck.save(tmp_path / "in"), "out.bin"), "config_sentence_transformers.json: prompts, expected a dict")
 
