@@ -202,8 +202,7 @@ def check_target(out: Path) -> None:
 def check_space(rooms: list[Room]) -> None:
     """Refuses if a disk has too little space for all that comes to it."""
     for folder, _ in rooms:
-        disk = os.stat(folder).st_dev
-        need = sum(size for other, size in rooms if os.stat(other).st_dev == disk)
+        need = sum(size for other, size in rooms if os.stat(other).st_dev == os.stat(folder).st_dev)
         if (free := shutil.disk_usage(folder).free) < need:
             refuse(folder, "too little disk space", f"{need} bytes", f"{free} free")
 
@@ -795,6 +794,8 @@ def read_gguf(path: Path) -> Source:
     require(path, "pooling_type", pooling, 0, int(poolings.LAST), int(poolings.RANK))
     if pooling == poolings.RANK and tensors.pop("cls.output.weight", None):
         Notices.hints.append("cls.output.weight is left out: qwen3's -o 'yes|no' does its work")
+    if pooling == poolings.LAST and "add_eos_token" not in ggml:
+        Notices.hints.append("no add_eos_token: Qwen3-Embedding needs <|endoftext|> after a text")
     kept = tensors if pooling == poolings.LAST else drop_copy(tensors, texts)  # LAST needs none
     template = metadata.get("tokenizer.chat_template")
     sampling = {hf: metadata.get(f"general.sampling.{name}") for name, hf in GGUF_SAMPLING.items()}
@@ -1082,10 +1083,9 @@ def read_header(source: Source, bits: int | None, group_size: int | None,
         fields["no_topk_norm"] = not topk_norm
     if (matrices := fields["n_layers"] * fields.get("n_experts", 1)) > MOST_TENSORS:
         refuse(where, "layers times experts", f"at most {MOST_TENSORS}", matrices)
-    tied = config.get("tie_word_embeddings", False) is True
-    header = Header(
+    header = Header(  # an embedding model needs no classifier
         **family.header, **fields, magic=0x616A6331, version=1, group_size=group_size,
-        shared_classifier=tied or source.embedding,  # an embedding model needs no classifier
+        shared_classifier=config.get("tie_word_embeddings") is True or source.embedding,
         rope_scaling=2 if frequencies else 0, layer_bits=4 if bits == 4 else 0, levels=levels,
         eight_bits=EIGHT_BITS["no_qk_norm" in family.header] if levels == LEVELS.tobytes() else 0)
     data = np.array(frequencies, "<f4").tobytes()

@@ -438,6 +438,9 @@ def test_tokenizer_metadata(checkpoint, make, run, tmp_path):
     assert printed == PRINTED | CALLED_CONTROL
     assert {"<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|box_start|>"} <= special
     assert records[-5:] == [(-1e6, b"")] * 5  # [PAD...], which nothing makes
+    for add, said in (False, 0), (None, 1):  # an old converter's
+        err = run(make(ck, changes={"qwen3.pooling_type": 3, "tokenizer.ggml.add_eos_token": add}), "out.bin")[1]
+        assert sum("no add_eos_token: Qwen3-Embedding needs <|endoftext|>" in line for line in err) == said
 
 
 NO_SAMPLING = {f"general.sampling.{key}": None for key in ("temp", "top_p", "top_k")}

@@ -100,16 +100,6 @@ def test_ctrl_c_during_a_download(checkpoint, hub, tmp_path, monkeypatch):
         child.communicate()
 
 
-def test_an_adapter_beside_the_weights(checkpoint, hub, tmp_path):
-    """It may be in them already: so it is no part of the model, and the user is told."""
-    ck = checkpoint()
-    ck.files["adapter_config.json"] = {}
-    ck.save(tmp_path / "hub/org/tiny")
-    status, err = hub("org/tiny")
-    assert status == 0 and (tmp_path / "tiny.bin").read_bytes() == ck.expected(), err
-    assert any("adapter_config.json: the LoRA adapter is not applied; if the weights lack it" in line for line in err)
-
-
 @pytest.mark.parametrize("commit", ["../../../out", "main", "0123abc"])
 def test_a_commit_that_is_none(checkpoint, hub, tmp_path, monkeypatch, commit):
     checkpoint().save(tmp_path / "hub/org/tiny")
@@ -131,6 +121,7 @@ def test_a_wrong_file_in_the_cache(checkpoint, hub, tmp_path):
 def test_a_hub_s_commit_and_index(checkpoint, hub, tmp_path, monkeypatch):
     """All files are of one commit, though the newest is always another; of weights those that the index names."""
     ck = checkpoint()
+    ck.files["adapter_config.json"] = {}  # which may be in the weights already
     folder = ck.save(tmp_path / "hub/org/tiny", 2)
     (folder / "model-00003-of-00003.safetensors").write_text("of an earlier upload")
     answer, paths = Hub.answer, []
@@ -145,6 +136,7 @@ def test_a_hub_s_commit_and_index(checkpoint, hub, tmp_path, monkeypatch):
     monkeypatch.setattr(Hub, "answer", answer_newer)
     status, err = hub("org/tiny")
     assert status == 0 and (tmp_path / "tiny.bin").read_bytes() == ck.expected(), err
+    assert any("adapter_config.json: the LoRA adapter is not applied; if the weights lack it" in line for line in err)
     assert len({re.search("/resolve/([^/]+)/", path)[1] for path in paths if "/resolve/" in path}) == 1, paths
     assert "model-00002-of-00002.safetensors" in hub.asked()
     assert "model-00003-of-00003.safetensors" not in hub.asked()
