@@ -1204,7 +1204,7 @@ enum { TERMINAL_LINE = 1023 };  // the most bytes of a line that is typed
 enum { TERMINAL_LINE = 4095 };
 #endif
 
-// What Part III provides to Part II, on POSIX and Windows
+// Part II is best read from run_mode, near its end. What Part III provides to it:
 static void start_platform(int *argc, char ***argv);  // signals; Windows: UTF-8 and bytes
 static void start_threads(int count);
 static int cpu_count(void);                           // how many threads to start without -j
@@ -1260,7 +1260,7 @@ typedef struct Pass {
 } Pass;
 
 // Allocates memory for passes of up to `batch` tokens, logit_rows rows of logits, and a cache of
-// `texts` texts of up to State.context positions: of fewer if memory is short, but at least of one.
+// `texts` texts of State.context positions. If memory is short it holds fewer texts, one at least.
 static Pass *pass_init(const Model *m, int batch, int logit_rows, int texts);
 
 // forward() for Pass.rows 0 .. n - 1, n <= batch: the same bits. The cache must hold the positions
@@ -1274,7 +1274,7 @@ static float *classify(Pass *p, int n);
 // All threads run job(arg), and on_all_threads returns when the last has. They share its loops EACH
 // and SLICES: each item of 0 .. count - 1 is run by one of them, and none goes on before all items
 // are done. A slice begins at a multiple of `chunk`. Such a loop must not be left by break or
-// return. Between loops a thread may return; a job that is called directly runs all items itself.
+// return. After a loop a thread may return. A job that one thread calls directly runs all items.
 typedef void (*Job)(void *arg);
 static void on_all_threads(Job job, void *arg);
 typedef struct { int begin, end; } Slice;  // items begin .. end - 1
@@ -1284,7 +1284,7 @@ static bool next_slice(Slice *s, int count, int chunk);
 static void cache_copy(const Pass *p, int to, int from);  // a block: all keys and values
 #endif
 
-// -1: Ctrl-C ends the program. N: it stops the answer; another, N seconds later, ends the program.
+// -1: Ctrl-C ends the program. N: it stops the answer. After N seconds another ends the program.
 static volatile sig_atomic_t patience = -1;
 
 // ------------------------------------------------------------------------------------------------
@@ -1353,8 +1353,7 @@ static void buffer_print(Buffer *b, const char *fmt, ...) {
     b->n--;
 }
 
-static Buffer phrase;
-// Returns a text in printf's format, which holds until the next one is made.
+static Buffer phrase;  // of say, which returns a text in printf's format, until the next one
 #define say(...) (phrase.n = 0, buffer_print(&phrase, __VA_ARGS__), (char *)phrase.p)
 
 static void buffer_cut(Buffer *b, size_t n) {  // takes n bytes away at the start
@@ -1401,7 +1400,7 @@ static size_t find_last(Bytes text, Bytes part) {
 // float scale for each group_size consecutive values of a row: scale = max|w| / 127,
 // q = round(w / scale). With 4 bits it is all its pairs of nibbles, then a float of 16 bits for
 // each group. Both are in panels of 16 rows (see weight_int) if the header has panels = 1, else row
-// by row. Embedding models need no classifier: they count as shared.
+// by row. An embedding model has no classifier: its header says shared_classifier = 1.
 
 typedef struct {  // takes a file apart from front to back, and never reads past its end
     const char *file;
@@ -1451,9 +1450,10 @@ static void die_export(const char *file, const char *what, int n, const char *so
 
 static void check_magic(const char *file, uint32_t magic) {
     const char *slash = strrchr(file, '/'), *dot = strrchr(file, '.');
+    const int n = slash > file ? (int)(slash - file) : 1;
     if (magic == 0x46554747) die_export(file, "a GGUF file", INT_MAX, file);
     if (dot && !strcmp(dot, ".safetensors"))
-        die_export(file, "a part of a checkpoint", slash ? slash - file : 1, slash ? file : ".");
+        die_export(file, "a part of a checkpoint", n, slash ? file : ".");
     if (magic != 0x616A6331)
         die("%s: not a qwen3.c model, expected a file made by export.py (magic 0x616a6331), "
             "found 0x%08x", file, magic);
@@ -1526,8 +1526,8 @@ static const float *take_floats(Cursor *in, uint64_t count, const char *what) {
     return count ? take(in, count * sizeof(float)) : NULL;
 }
 
-// Takes a matrix's words, or its scales: n in a row, of `size` bytes (constant: memcpy is a move).
-// An older file has one row after the other: copies these into panels at in->panels, if not NULL.
+// Takes a matrix's words, or its scales: n in a row, of `size` bytes, a constant for memcpy's sake.
+// An older file has one row after the other: if in->panels is not NULL, they become panels there.
 INLINE const void *take_panels(Cursor *in, const Config *c, int rows, size_t n, const int size) {
     const uint64_t padded = round_up(rows, PANEL) * n * size;
     const char *from = take(in, c->panels ? padded : rows * n * size);
@@ -1581,7 +1581,7 @@ static void take_weights(Cursor *in, Config *c, Weights *w) {
     EACH_LAYER.bv = take_floats(in, c->qkv_bias ? c->kv_dim : 0, "bv");
 }
 
-// Maps the file. The weights stay there. Only routers are checked: all could take a minute, and
+// Maps the file. The weights stay there. Only routers are checked: all weights take a minute, and
 // logits that are not finite say that one is bad. Returns a Cursor at the weights, with their size.
 static Cursor model_map(Model *m, const char *path) {
     Config *c = &m->config;
@@ -1615,7 +1615,7 @@ static void make_panels(Model *m, Cursor in) {
 
 // ------------------------------------------------------------------------------------------------
 // The tokenizer file, model.bin.tokenizer: u32 max_token_length (not used: some files count
-// characters), u32 bos id (used without <|endoftext|>), u32 eos id; then for each id from 0 on
+// characters, not bytes), u32 bos id (used without <|endoftext|>), u32 eos id; then for each id
 //
 //   f32 score     higher scores merge first; -1e6 or less: never comes out of a merge
 //   u32 length
@@ -1628,7 +1628,7 @@ static void make_panels(Model *m, Cursor in) {
 
 // What a file may ask for, so that none takes all time or memory
 enum { LONGEST = 1024, LONGEST_ADDED = 128,  // bytes of a token, of an added token
-       LONGEST_STRIP = 64, MOST_IDS = 1000,  // bytes of ChatFormat.strip; ids in head, tail or stop
+       LONGEST_STRIP = 64, MOST_IDS = 1000,  // bytes of ChatFormat.strip; ids in prefix, suffix
        MOST_PARTS = 4 };                     // characters that one decomposes into
 
 // Tables of characters: BAD_BYTE + byte stands for a byte that is not UTF-8.
@@ -1657,11 +1657,11 @@ typedef struct Tables {
     bool lacks_nfc;        // an older file has deco, not nfcq, nfcd, nfcc: texts stay as they are
     bool guessed_chat;     // the chat template is more than fixed strings: it is taken for ChatML
     uint16_t chars[N_CHARS];  // what each character is
-    Keys parts;            // nfcd: a character with a canonical decomposition, 0 to 3, the part of
-                           // that number. Not Hangul syllables, which would only compose again
+    Keys parts;            // nfcd: a character, n = 0 to 3, part n of its canonical decomposition.
+                           // Not of Hangul syllables, which would only compose again
     Keys pairs;            // nfcc: two characters, and the one that NFC makes of them
     Mode mode;             // what the model is made for
-    bool systems;          // a chat's later system messages are rendered as the first one
+    bool systems;          // a chat's later system messages have the form of the first
     Bytes from;            // what it was exported from, and how
     Sampler advice;        // temperature, top_p, top_k and repetition that its makers advise
 } Tables;
@@ -1770,9 +1770,8 @@ static void take_extension(Cursor *in, Tokenizer *tok) {
         die("%s: wrong bytes after token %d, expected q3tx or the end; is it another model's?",
             in->file, tok->vocab_size - 1);
     take_number(in, "version", false, 1, 1);
-    const uint32_t length = take_u32(in);
-    if (length != in->rest.n)
-        die_bad(in, "extension length", "%zu, found %u; %s", in->rest.n, length, in->hint);
+    const uint32_t size = take_u32(in);
+    if (size != in->rest.n) die_bad(in, "length", "%zu, found %u; %s", in->rest.n, size, in->hint);
     for (int n = 0; in->rest.n; n++) {
         const char *tag = memcpy(tags[n], take(in, 4), 4);
         Cursor section = {in->file, tag, take_text(in), in->hint, false, 0, NULL};
@@ -1949,7 +1948,7 @@ INLINE Char code_point_at(Bytes text, size_t at) {
 
 // Returns whether these 1 to 3 bytes begin a character of more bytes.
 static bool begins_char(Bytes text) {
-    const uint8_t rest = *text.p & 15 ? 0x80 : 0xBF;  // for what lacks; E0 80, F0 80 are overlong
+    const uint8_t rest = *text.p & 15 ? 0x80 : 0xBF;  // for bytes that lack; E0 80, F0 80: overlong
     uint8_t u[4] = {rest, rest, rest, rest};
     memcpy(u, text.p, text.n);
     return code_point_at((Bytes){u, 4}, 0).n > (int)text.n;
@@ -2020,7 +2019,7 @@ static void order_and_compose(const Tokenizer *tok, Keys *keys) {
         for (end = i; end < keys->n && keys->p[end] >> 56; end++) {}
         qsort(keys->p + i, end - i, sizeof(uint64_t), compare_keys);
     }
-    uint64_t *starter = NULL, *out = keys->p, last = 0;  // last: ccc of the one before; starter: 0
+    uint64_t *starter = NULL, *out = keys->p, last = 0;  // last: ccc of the one before; 0: starter
     for (size_t i = 0; i < keys->n; i++) {
         const uint64_t key = keys->p[i], ccc = key >> 56;
         const uint64_t *composed = !starter || (last && last >= ccc) ? NULL
@@ -2116,7 +2115,7 @@ enum { CHOICES = N_MODES, OWN_CHOICES };  // OWN_CHOICES: -o @NAME
 static const struct {
     const char *name;        // for -m
     bool has_answers;        // tokens are drawn
-    size_t least;            // tokens of a text
+    size_t least;            // the fewest tokens of a text
     const char *members[7];  // that its result adds to an object of a list (see Results)
 } modes[] = {
     [CHAT] = {"chat", true, 1, {"answer", "end", "error"}},
@@ -2138,9 +2137,9 @@ static const struct {
 // or wait: so that of the text that ended last stays, and a new text may share its beginning.
 
 enum { MOST_TEXTS = 32 };              // that run together
-enum { THINKS = -2, FIRST_IDS = -1 };  // Slot.choice before the given answers are scored
+enum { THINKS = -2, FIRST_IDS = -1 };  // Slot.choice: it thinks; then the TEXTs' first ids come
 enum { ANY_STOP = -1 };                // a given answer's last id: any stop id. It never runs.
-enum { BY_BUDGET = GOES_ON, NOT_CLOSED = INTERRUPTED };  // Slot.closed_by: -r N did it; nothing did
+enum { BY_BUDGET = GOES_ON, NOT_CLOSED = INTERRUPTED };  // Slot.closed_by, see accept_id: -r; none
 
 typedef struct Choice {  // a given answer
     Buffer text;
@@ -2173,7 +2172,7 @@ typedef struct Slot {  // what Part II keeps of a text, beside Text
     int closed_by;     // the Ending for which budget_text closed its thinking, or NOT_CLOSED
     int choice;        // the given answer that is scored, or what comes before these
     int n_begun;       // given answers that were scored, or are
-    struct Slot *asker;  // whose given answers it scores: its own, or a text's that is alone
+    struct Slot *asker;  // whose given answers it scores: its own, or another's (see add_helpers)
     // Many texts at once only:
     int n_blocks;      // how many blocks it has
     bool waited;       // it had to, and gave its blocks away
@@ -2188,7 +2187,7 @@ typedef struct {  // of the command line (see options). Not given: NULL, or -1 w
     Choices choices;       // the TEXTs of `answers`, or of the next text the answers of
     const char *member;    // NAME, from -o @NAME
     int mode, think, top_k, context, cache_bits, batch, threads;
-    int n;                 // -1: no limit, -2: none but for an answer that repeats itself
+    int n;                 // -1: no limit, -2: none, but repeats end an answer
     float temperature, top_p, presence, repetition;
     unsigned long long seed;
     int given[256];        // how often an option of this letter was given
@@ -2235,11 +2234,10 @@ typedef struct Engine {  // the program's state
     bool gave_notices, gave_blank_choice, gave_blank_prompt, gave_not_utf8;  // each is given once
 } Engine;
 
-// With -DPLAIN these four are others. drop_after forgets what has run after a text's first n ids,
-// n <= n_run (with -DPLAIN all that has run). start_texts starts texts that wait, as many as can
-// run now. run_pass runs each text that runs a step further, or with -DPLAIN the first text to its
-// end; it returns false after Ctrl-C. There must be a text. logits_at_end returns those of the last
-// id of a text that has ended without a draw.
+// With -DPLAIN the next four functions differ. drop_after forgets what ran after a text's first n
+// ids (with -DPLAIN all that ran). start_texts starts texts that wait, as many as can run now.
+// run_pass runs each text that runs a step further, or with -DPLAIN the first text to its end;
+// false: Ctrl-C. logits_at_end returns the logits after a text that ended without a draw.
 #ifdef PLAIN
 static void drop_after(Engine *e, Text *t, size_t n) { (void)e, (void)n, t->n_run = 0; }
 static void start_texts(Engine *e) { (void)e; }
@@ -2333,7 +2331,7 @@ static Text *find_alike(Engine *e, Text *t, size_t *same) {
 
 // Starts the first text that waits. The ids that it shares count as run. Returns false if it goes
 // on waiting: for another text that will soon run a block or more of the same ids, or for blocks.
-// Beside its own, one must be left for each text that runs and may need it. Alone it takes all.
+// Beside its own, one must be left for it and for each text that runs. Alone it takes all.
 static bool start_text(Engine *e) {
     Text *t = e->order[e->n_running];
     Slot *slot = t->slot;
@@ -2383,12 +2381,12 @@ static void schedule(Engine *e) {
 // All texts of a pass share draft_rows rows. A text gets twice as many after a draft without a
 // wrong id. With -b 1, or while a prompt runs, there are no drafts. A drafted token costs
 // DRAFT_COST, a right one earns twice as much, and every pass earns 1. While this credit is
-// negative there are no drafts. So drafts lose at most 2.5 % of the time, even with experts (there
-// a drafted token takes half the time of another), beyond the 40 wrong ones that saved credit pays.
+// negative there are no drafts. So of 20 passes one has a wrong token: 2.5 % of the time at most
+// (with experts it takes half the time of another), beyond 40 wrong ones that saved credit pays.
 enum { NGRAM = 5, DRAFT_COST = 20, MOST_CREDIT = 40 * DRAFT_COST };
 
 // Guesses up to `most` ids after a text: those after the latest place where its last ids stand. The
-// context and the unused blocks limit them. A draft that reaches its own ids repeats itself.
+// context and the unused blocks limit them. A draft that reaches its own first ids copies these.
 static void draft_text(Engine *e, Text *t, int most) {
     int *ids = t->ids.p;
     const size_t n = t->ids.n, size = NGRAM * sizeof(int);
@@ -2556,7 +2554,7 @@ static void progress_end(void) {
 }
 
 // Shows `label`, the rate of about `tokens` tokens, and the time for the rest: `part` of the work
-// is done (0: unknown), and the rate stays. (A prompt takes longer: attention reads more and more.)
+// is done (0: unknown), if the rate stays. (A prompt takes longer: attention reads more and more.)
 static void progress_show(double tokens, double part, const char *label) {
     const double t = now(), seconds = t - progress.start, rate = tokens / seconds;
     if (quiet || seconds < 2 || t < progress.painted + 0.1 || !is_terminal(STDERR_FILENO)) return;
@@ -2603,7 +2601,7 @@ struct Writer {
     bool terminal;  // stdout is a terminal
     bool thinking;  // what comes now is thinking
     bool trims;     // thinking has ended: newlines that follow are not written
-    Buffer *to;     // of a list: gets the answer, and thinking is lost; NULL: stdout and stderr do
+    Buffer *to;     // of a list: gets the answer, and thinking is lost; NULL: it goes to stdout
     Bytes stop;     // -x: the answer ends before this text
     size_t cut;     // bytes that were drawn, but are not written because of it
     Buffer held;    // text that is not written yet
@@ -2685,8 +2683,8 @@ static void writer_end(Writer *out) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Thinking: where it reaches the budget of -r N or goes round in circles, budget_text ends it. With
-// given answers nothing else is drawn: where it ends, next_choice goes on.
+// Thinking ends by budget_text if it reaches the budget of -r N or goes round in circles. Before
+// given answers only thinking is drawn: where that ends, COMPLETE sends the text to next_choice.
 
 // From Qwen3's technical report, section 4.3
 static const char end_of_budget[] = "\n\nConsidering the limited time by the user, I have to give "
@@ -2698,7 +2696,7 @@ static const struct { const char *by, *name; } endings[] = {  // what ends an an
     [IN_THINKING] = {"an end token", "thinking"}, [LIMIT_REACHED] = {"-n", "length"},
     [CONTEXT_ENDED] = {"a full context (-c)", "context"},
     [REPEATS] = {"repeating itself (-e 1.1 helps, -n -1 lets it go on)", "loop"}};
-_Static_assert(REPEATS + 1 == INTERRUPTED, "an ending has its names here");
+_Static_assert(sizeof(endings) == INTERRUPTED * sizeof(*endings), "an ending has its names here");
 
 static Ending accept_id(const Tokenizer *tok, Text *t, int id) {
     Slot *slot = t->slot;
@@ -2707,9 +2705,9 @@ static Ending accept_id(const Tokenizer *tok, Text *t, int id) {
     if (chooses && !was_thinking && id != tok->think) return COMPLETE;  // this id is dropped
     Ending ending = append_id(tok, t, id);
     if (!t->writer->thinking) return chooses ? COMPLETE : ending;
-    slot->thought += was_thinking && ending != COMPLETE;  // no <think>, no stop id
+    slot->thought += was_thinking && ending != COMPLETE;  // <think> and a stop id do not count
     const bool closes = ending == GOES_ON ? slot->thought >= e->budget
-        : chooses || (ending == REPEATS && slot->closed_by != REPEATS);  // by repeats only once
+        : chooses || (ending == REPEATS && slot->closed_by != REPEATS);  // then they end it
     if (!closes) return ending == COMPLETE ? IN_THINKING : ending;
     slot->closed_by = ending;  // GOES_ON: BY_BUDGET
     if (chooses) return COMPLETE;
@@ -2753,20 +2751,20 @@ static Bytes strip_end(const Tokenizer *tok, Bytes text) {
 }
 
 // Encodes the given answers: of all texts, or of the next one. With `ids` of its raw prompt, prompt
-// and TEXT are encoded together, as lm-evaluation-harness does: the TEXT's ids are those after as
-// many as the prompt has. (Blanks at the prompt's end count as TEXT's.) Returns an error, or NULL.
+// and TEXT are encoded together, as lm-evaluation-harness does: the first ids->n ids are the
+// prompt's, of which encode_text left out its last blanks. Returns an error, or NULL.
 static const char *encode_choices(Engine *e, Bytes prompt, const Ids *ids) {
     const Tokenizer *tok = &e->tokenizer;
     Choices *all = &e->options.choices;
     size_t longest = 0;
     if (all->n == 0) return NULL;  // reserve stays 0
-    const size_t special = !ids ? 0 : strip_end(tok, prompt).n ? tok->prefix.n : ids->n;
+    const size_t copied = !ids ? 0 : strip_end(tok, prompt).n ? tok->prefix.n : ids->n;
     all->before = ids ? ids->n : 0;
     for (Choice *c = all->p; c < all->p + all->n; c++) {
         Buffer text = {0};
         if (ids) buffer_add(&text, prompt);
         buffer_add(&text, bytes_of(&c->text));
-        for (size_t i = 0; i < special; i++) ids_add(&c->ids, ids->p[i]);
+        for (size_t i = 0; i < copied; i++) ids_add(&c->ids, ids->p[i]);  // that no text makes
         encode_part(tok, bytes_of(&text), e->mode == GENERATE, &c->ids);
         free(text.p);
         if (c->ids.n > longest) longest = c->ids.n;
@@ -2802,7 +2800,7 @@ static void end_thinking(Engine *e, Text *t) {
     t->slot->choice = FIRST_IDS;
 }
 
-// Sets each TEXT's nll, so far that of its first id. Fails if one is not finite.
+// Sets each TEXT's nll to its first id's: of no use if before > 0. Fails if one is not finite.
 static void score_first_ids(Engine *e, Text *t) {
     Slot *slot = t->slot;
     const Choices *all = &slot->own.choices;
@@ -2817,7 +2815,7 @@ static void score_first_ids(Engine *e, Text *t) {
     t->n_prompt = t->ids.n;  // what all TEXTs follow
 }
 
-// Starts the asker's next TEXT that is not known by its first id. Returns false if there is none.
+// Starts the asker's next TEXT of more than one id. Returns false if there is none.
 static bool start_choice(Engine *e, Text *t) {
     Slot *slot = t->slot, *asker = slot->asker;
     const Choices *all = &asker->own.choices;
@@ -2886,7 +2884,7 @@ static Text *add_text(Engine *e, const Ids *prompt, uint64_t rng, bool goes_on) 
     Text *t = e->order[e->most_texts], **place = e->order + e->n_texts++;
     const size_t n = prompt->n, vocab_size = e->tokenizer.vocab_size;
     const size_t context = e->model.state.context;
-    const size_t kept = e->kind >= CHOICES ? min_size(context, e->reserve + 1) : 0;
+    const size_t kept = e->kind >= CHOICES ? min_size(context, e->reserve + 1) : 0;  // + a last id
     Options *o = &e->options;
     Slot *slot = t->slot;
     Ids *all = &slot->own.all;
@@ -2900,7 +2898,7 @@ static Text *add_text(Engine *e, const Ids *prompt, uint64_t rng, bool goes_on) 
     slot->own.out.n = 0;
     slot->own.nll = grow(slot->own.nll, &slot->own.nll_cap, 0, o->choices.n, sizeof(double));
     slot->own.choices = o->choices;
-    if (e->kind == OWN_CHOICES) o->choices = last;  // whose memory the next text's take
+    if (e->kind == OWN_CHOICES) o->choices = last;  // the next text's use this memory
     *slot = (Slot){.engine = e, .own = slot->own, .start = now(), .closed_by = NOT_CLOSED,
                    .choice = THINKS, .asker = slot};
     *t = (Text){.ids = *all, .target = n, .n_prompt = n, .context = context - kept,
@@ -2999,7 +2997,7 @@ static bool draws_ids(const Engine *e) {
 }
 
 // Returns what is wrong with a prompt, or NULL. Before it is encoded, ids is NULL, and the fewest
-// ids of `size` bytes count. After that, size 0 only says: the user wrote nothing.
+// ids that `size` bytes can make count. After that, size is only asked whether it is 0: no text.
 static const char *wrong_length(const Engine *e, size_t size, const Ids *ids) {
     const size_t context = e->model.state.context, all = e->model.config.max_seq_len;
     const size_t n = ids ? ids->n : size / 4 / e->tokenizer.tables->longest;  // NFC may quarter it
@@ -3049,7 +3047,7 @@ static void show_settings(const Engine *e) {
     if (text.n > open.n + close.n && memcmp(text.p, open.p, open.n) == 0)
         text = (Bytes){text.p + open.n, text.n - open.n - close.n};
     if (from.n) report("model: %.*s", (int)min_size(from.n, 1000), from.p);
-    if (e->mode != TOKENIZE) 
+    if (e->mode != TOKENIZE)
         report("cache: -c %d -C %d", e->model.state.context, e->model.config.cache_bits);
     if (draws_ids(e))
         report("sampling: -t %g -p %g -k %d -a %g -e %g", s->temperature, s->top_p, s->top_k,
@@ -3067,8 +3065,8 @@ static void check_blanks(Engine *e) {
     for (int i = 0; i < all->n; i++) {
         const Bytes text = bytes_of(&all->p[i].text);
         if (strip_end(tok, text).n < text.n || (!raw && char_at(tok, text, 0).class == SPACE))
-            notice_once(e->gave_blank_choice, "-o: \"%.*s\" begins or ends with a blank, which "
-                        "counts", (int)text.n, text.p);
+            notice_once(e->gave_blank_choice, "-o: \"%.*s\" has a blank at an end, which counts",
+                        (int)text.n, text.p);
     }
     if (raw && e->kind == CHOICES && strip_end(tok, last).n < last.n)
         notice_once(e->gave_blank_prompt, "prompt: ends in a blank, expected it in -o instead, at "
@@ -3081,7 +3079,7 @@ static void give_notices(Engine *e) {
     const size_t context = e->model.state.context;
     const Mode mode = e->mode;
     const bool chat = mode == CHAT;
-    const unsigned kind = chat ? CHATS : modes[mode].has_answers ? ANSWERS : ALWAYS;
+    const unsigned counts = chat ? CHATS : modes[mode].has_answers ? ANSWERS : ALWAYS;
     if (o->given['v'] && mode != TOKENIZE && e->prompt.n) {
         fputs("prompt ids:", stderr);
         for (size_t i = 0; i < e->prompt.n; i++) fprintf(stderr, " %d", e->prompt.p[i]);
@@ -3108,7 +3106,7 @@ static void give_notices(Engine *e) {
     if (o->text && S_ISREG(file_mode(o->text)))
         notice("-i: the name of a file, taken as text; -f reads it");
     for (const Option *option = options; option < options + N_OPTIONS; option++)
-        if (o->given[(uint8_t)option->letter] && option->counts > kind)
+        if (o->given[(uint8_t)option->letter] && option->counts > counts)
             notice("-%c: no effect with -m %s", option->letter, modes[mode].name);
     if (mode == PERPLEXITY && e->prompt.n > context)
         notice("text: %zu tokens are scored in pieces of %zu (-c)", e->prompt.n, context);
@@ -3350,7 +3348,7 @@ static bool answer_last(Engine *e, bool again) {
     Conversation *talk = &e->conversation;
     const Conversation asked = {talk->p, talk->n - again, 0};  // up to the question, until respond
     const size_t context = e->model.state.context, system = e->options.system != NULL;
-    const size_t room = min_size(e->options.n, min_size(context / 8, 1024));  // < 0 is the most
+    const size_t room = min_size(e->options.n, min_size(context / 8, 1024));  // n < 0: SIZE_MAX
     const size_t size = asked.p[asked.n - 1].text.n;  // of the question
     size_t first = system;
     if (!check_length(e, size, NULL)) return false;
@@ -3429,7 +3427,7 @@ typedef struct {   // of a file
     size_t end;    // of the last line
     size_t taken;  // bytes of all lines so far
     bool ended;    // the end of input has come, even if a file or a terminal has more later
-    size_t most;   // bytes of a line; of a longer one some more stay, and its newline
+    size_t most;   // bytes of a line; a longer one is cut, but stays longer, with its newline
 } Lines;
 
 // Takes the next line, with its newline; an empty one if more has to come first and `wait` is
@@ -3514,8 +3512,8 @@ static void run_script(Engine *e) {
 }
 
 // Reads a message from a terminal into e->input. Lines that arrive together are a paste, which
-// waits for Enter: at the end of its last line or, after a newline, on an empty line. A backslash
-// at the end of a typed line joins the next one. Returns false at the end, or after Ctrl-C.
+// waits for Enter: at the end of its last line or, after a newline, on an empty line. At a typed
+// line's end a backslash becomes a newline, and more may come. False: the end, or Ctrl-C.
 static bool read_message(Engine *e) {
     Buffer *message = &e->input;
     bool cut = false;
@@ -3631,8 +3629,8 @@ static void run_dialogue(Engine *e) {
 // chosen, places prepared. Without options the model's own mode, sampling and chat format count.
 
 // Prepares the places for texts. Untouched memory is not taken. Answers go to stdout, or in a list
-// into `out`. Tokens are drawn as the checkpoint says, without thinking by Qwen's advice (unless
-// the checkpoint is greedy), and in all by the options.
+// into `out`. The checkpoint says how tokens are drawn. If thinking is switched off, Qwen's advice
+// replaces that (unless it is greedy). Options replace both.
 static void prepare_places(Engine *e) {
     const Options *o = &e->options;
     const Tokenizer *tok = &e->tokenizer;
@@ -3677,8 +3675,8 @@ static void stop_at_turn_end(Tokenizer *tok) {
     free(end.p);
 }
 
-// Sets what the options and the chat format say of answers: their thinking, given ones. The model
-// itself may begin with <think> if the prompt has none, but the format cuts it off earlier answers.
+// Sets what the options and the chat format say of answers: their thinking, given ones. If the
+// prompt has no <think>, the model may write one, if the format knows what to cut off old answers.
 static void prepare_answers(Engine *e) {
     const ChatFormat *f = &e->tokenizer.chat;
     const int think = e->options.think;
@@ -3838,7 +3836,7 @@ static void json_check(Json *j, bool good, const char *part, const char *expecte
 
 static void json_need(Json *j, bool good, const char *what) { json_check(j, good, "JSON", what); }
 
-// If the line ends inside the word, moves to its end, which an error then names: returns false.
+// If the line ends inside the word, returns false at the line's end, so that an error names this.
 static bool json_take(Json *j, const char *word) {
     const size_t n = strlen(word), there = min_size(n, j->rest.n);
     if (j->error || !there || memcmp(j->rest.p, word, there) != 0) return false;
@@ -3985,7 +3983,7 @@ static int json_message(Json *j, Conversation *talk) {
 }
 
 // Goes to the text or the messages of an object. Its other members go to `out`, each with a comma.
-// They do so in spite of an error, because `all` has none: a wrong row keeps its members.
+// They do so even if *j gets an error here, because `all` is a copy: a wrong row keeps its members.
 static void json_object(Json *j, int kind, Buffer *out) {
     const Bytes text = json_member(*j, "text").rest, messages = json_member(*j, "messages").rest;
     Json all = *j;
@@ -4052,6 +4050,7 @@ static void json_line(Json *j, Conversation *talk, int kind, Buffer *out) {
 }
 
 enum { AHEAD = 1024, AHEAD_BYTES = 16 << 20 };  // lines that may wait for an earlier one
+enum { KNOWN_AGAIN = 8 };                       // whole lines of FILE that run again (-w)
 
 typedef struct {
     Engine *e;
@@ -4085,8 +4084,8 @@ static void write_line(List *l) {
     const Bytes line = bytes_of(buffer);
     const size_t known = min_size(l->tail.n, line.n);
     if (!bytes_equal((Bytes){l->tail.p, known}, (Bytes){line.p, known}))
-        die("%s: another run's, expected this one's or a new FILE: the list, the prompt, the "
-            "model, an option or the build has changed", l->e->options.out);
+        die("%s: line %zu is of another run, expected this one or a new FILE: the list, a prompt, "
+            "the model, an option or the build has changed", l->e->options.out, l->written + 1);
     buffer_cut(&l->tail, known);
     write_results(bytes_from(line, known));
     free(buffer->p);
@@ -4127,7 +4126,7 @@ static void give_hint(const List *l, const char *what) {
     notice("%.600s: line %zu %s", l->in.name, l->read + 1, what);
 }
 
-// Says so if line 1 looks like JSON or an old Mac's file, or a line like CSV's with newlines.
+// Says so if line 1 looks like JSON or an old Mac's file, or if a line leaves a quote open (CSV).
 static void check_plain(List *l, Json line) {
     const Bytes text = line.rest;
     size_t quotes = 0;
@@ -4141,7 +4140,7 @@ static void check_plain(List *l, Json line) {
         give_hint(l, "is JSON, and taken as plain text; -L reads JSON");
 }
 
-// Makes the conversation of a line: its messages, or its text after that of -i. *line becomes that
+// Makes the conversation of a line: its messages, or its text after that of -i. *line becomes its
 // text. The output's line gets the members that an object keeps. Returns what is wrong, or NULL.
 static const char *take_line(List *l, Bytes *line) {
     const Options *o = &l->e->options;
@@ -4208,7 +4207,8 @@ static void add_line(List *l, Bytes line) {
     if (o->list) check_utf8(e, l->in.name, number + 1, line);
     give_notices(e);
     if (number == l->in_file && number)
-        notice("%s: %zu lines are there, goes on with line %zu", o->out, number, number + 1);
+        notice("%s: %zu lines are there, goes on with line %zu; a change before the last %d is not "
+               "seen", o->out, number, number + 1, KNOWN_AGAIN);
     if (number == l->in_file && draws_ids(e) && !quiet && !is_seeded(o))
         fprintf(stderr, "seed %llu\n", o->seed);
     const char *error = encode_line(l, chop(line));
@@ -4223,7 +4223,7 @@ static void add_line(List *l, Bytes line) {
 }
 
 // Shows the progress, in texts. Those that run do not count yet: nobody knows how long they get.
-// But the time left is at least the age of the oldest one, which may be the last.
+// But the oldest one is taken to need its age once more at least, because it may be the last.
 static void show_texts(const List *l) {
     const double lines = l->in.ended ? l->read : floor(l->size * l->read / fmax(l->in.taken, 1));
     const double all = fmax(lines - l->in_file, 0), time = now(), seconds = time - progress.start;
@@ -4317,8 +4317,6 @@ static int run_list(List *l) {
 // one that was cut, run again and have to come out the same (write_line): so FILE is this run's.
 // (One line is too few: other options often give the same label.) What follows them is written.
 
-enum { KNOWN_AGAIN = 8 };  // whole lines
-
 // Returns whether a line is null, or an object that this program gave its "error".
 static bool lacks_result(Engine *e, Bytes line) {
     const Json j = {.rest = line, .n = line.n, .text = &e->input};
@@ -4392,7 +4390,7 @@ static const char usage[] =  // after the line of --version
     "  -n INT     most new tokens per answer, -1: no limit [until it repeats itself]\n"
     "  -c INT     context in tokens, 0 is the model's [what a quarter of the memory\n"
     "             holds, at least 4096, at most the model's; perplexity 4096]\n"
-    "  -C 32|8    bits of a number in its cache; 8: a third of the memory, faster [32]\n"
+    "  -C 32|8    bits of a number in its cache; 8: less memory, long texts faster [32]\n"
     "  -b INT     prompt tokens per pass, 1 to 512; never changes the output [512]\n"
     "  -j INT     threads; never changes the output [all cores this process may use]\n"
     "  -q         nothing on stderr but errors\n"
@@ -4496,7 +4494,7 @@ static void split_answers(Options *o) {
     if (o->mode >= 0 && !modes[o->mode].has_answers)
         die_usage("-o: -m %s has no answers", modes[o->mode].name);
     if (!o->text && !o->file && !is_list(o))
-        die_usage("-o: a conversation, expected -i TEXT, -f FILE, a list or a pipe");
+        die_usage("-o: a conversation, expected -i TEXT, -f FILE (- is stdin) or a list");
 }
 
 static Options parse_options(int argc, char **argv) {
@@ -5247,11 +5245,11 @@ static void matmul_all(const Worker *me, float *y, const Matrix *w, const Quanti
 // the scores of one span only, as attend() does, and as in FlashAttention (arXiv 2205.14135).
 // The queries of a kv head are those of all query heads that share it, row by row. A task is up to
 // ATT_TASK of them, all of one text, so that a span's keys and values (256 KB if head_dim is 128)
-// come to L2 once. A tile has ATT_QUERIES of them (2 if there are at most half as many) and two
+// come to L2 once. A tile has ATT_QUERIES of them (or 2, or 4: see attend_task) and two
 // vectors, of positions for the scores, of columns for the values. Its sums stay in registers.
 //
-// With a cache of 8 bits, a task of up to ATT_QUERIES queries reads packed blocks, because decoding
-// waits for memory. For more (prompts are bound by arithmetic) each span is first unpacked.
+// With a cache of 8 bits, a task of few queries reads packed blocks, because decoding waits for
+// memory. For more (prompts are bound by arithmetic) each span is first unpacked.
 enum { ATT_TASK = 96, SCORE_STRIDE = SPAN + LANES };  // rows whole KBs apart would share L1 sets
 _Static_assert(SPAN % 32 == 0 && ATT_TASK % ATT_QUERIES == 0 && (int)BLOCK == LANES, "whole tiles");
 
@@ -5393,9 +5391,11 @@ INLINE void attend_span(Task *task, const int queries, const bool packed) {
 static void attend_task(const Worker *me, int kv_head, const int *blocks, int first, int count) {
     const Config *c = me->c;
     const int per_kv = c->n_heads / c->n_kv_heads;
-    const bool few = 2 * count <= ATT_QUERIES, packed = c->cache_bits == 8 && count <= ATT_QUERIES;
+    const bool packed = c->cache_bits == 8 && count <= max_int(ATT_QUERIES, 8);
+    const bool four = packed && count > 2 && round_up(count, 4) < round_up(count, ATT_QUERIES);
+    const int queries = four ? 4 : 2 * count <= ATT_QUERIES ? 2 : ATT_QUERIES;  // of a tile
     Task *task = me->task;
-    task->n = round_up(count, few ? 2 : ATT_QUERIES);
+    task->n = round_up(count, queries);
     memset(task->sum, 0, (size_t)task->n * value_dim(c) * sizeof(float));
     for (int r = 0; r < task->n; r++) {
         const int query = first + min_int(r, count - 1), t = query / per_kv;
@@ -5413,9 +5413,10 @@ static void attend_task(const Worker *me, int kv_head, const int *blocks, int fi
         for (int i = 0, pos = task->start; pos < task->end; i++, pos += BLOCK)
             task->block[i] = cache_block(me->p, pair_of(me, kv_head), blocks, pos);
         if (c->cache_bits == 8 && !packed) unpack_blocks(task);
-        if (packed && few) attend_span(task, 2, true);
+        if (four) attend_span(task, 4, true);
+        else if (queries == 2 && packed) attend_span(task, 2, true);
+        else if (queries == 2) attend_span(task, 2, false);
         else if (packed) attend_span(task, ATT_QUERIES, true);
-        else if (few) attend_span(task, 2, false);
         else attend_span(task, ATT_QUERIES, false);
     }
     for (int r = 0; r < count; r++) {
