@@ -1226,8 +1226,7 @@ def check_pipeline(where: Path, tokenizer: dict) -> bool:
     return bool(used)
 
 
-# Flags of an added token: it is not printed; it is found after NFC; it is a word, which counts in a
-# user's text in chat, too
+# Flags of an added token: not printed; found after NFC; a word that users' texts in chat may have
 SPECIAL, NORMALIZED, WORD = 1, 2, 4
 
 
@@ -1247,8 +1246,8 @@ def read_added(where: Path, tokenizer: dict, settings: dict, nfc: bool) -> dict:
 
     with parsing(where):
         entries = [read(token, token["id"]) for token in tokenizer["added_tokens"]]
-        more = [read(token, int(i))
-                for i, token in (settings.get("added_tokens_decoder") or {}).items()]
+        decoder = settings.get("added_tokens_decoder") or {}
+        more = [read(token, int(i)) for i, token in decoder.items()]
         more += [(text, None, SPECIAL) for text in read_roles(settings).values()]
     require(where, "split_special_tokens", settings.get("split_special_tokens"), False, None)
     added = {text: (token_id, flags) for text, token_id, flags in entries}
@@ -1569,6 +1568,8 @@ def make_tokenizer(source: Source, vocab_size: int) -> tuple[bytes, bytes]:
     for text, (i, flags) in added.items():
         is_mark = text in marks or text.startswith("<|") and text.endswith("|>")
         added[text] = i, flags if flags & SPECIAL or is_mark else flags | WORD
+    if words := [text for text, (_, flags) in added.items() if flags & SPECIAL and text.isalpha()]:
+        Notices.hints.append(f"special tokens that no text in chat makes: {list_names(words)}")
     # A base model's texts do not end with the end of a chat's turn.
     turn_end = {i for text, (i, _) in added.items() if pieces and text in pieces.assistant_close}
     chats = (not turn_end or turn_end & set(stop_ids) if source.chat_template else
@@ -1625,8 +1626,7 @@ def find_end_ids(source: Source, added: dict, eos_token: str | None) -> tuple[in
                              ("generation_config.json", source.generation)))
     end_of_text, end_of_turn = ([added[text][0]] if text in added else []
                                 for text in ("<|endoftext|>", eos_token))
-    bos = config_bos + generation_bos + end_of_text
-    eos = config_eos + generation_eos + end_of_text
+    bos, eos = config_bos + generation_bos + end_of_text, config_eos + generation_eos + end_of_text
     if not bos or not eos:
         refuse(source.path, "bos_token_id or eos_token_id", "an id or a token <|endoftext|>")
     stop_ids = list(dict.fromkeys(generation_eos + config_eos + end_of_turn or end_of_text))

@@ -4084,7 +4084,7 @@ static void write_line(List *l) {
     const Bytes line = bytes_of(buffer);
     const size_t known = min_size(l->tail.n, line.n);
     if (!bytes_equal((Bytes){l->tail.p, known}, (Bytes){line.p, known}))
-        die("%s: line %zu is of another run, expected this one or a new FILE: the list, a prompt, "
+        die("%s: another run's (line %zu), expected this one's or a new FILE: the list, a prompt, "
             "the model, an option or the build has changed", l->e->options.out, l->written + 1);
     buffer_cut(&l->tail, known);
     write_results(bytes_from(line, known));

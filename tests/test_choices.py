@@ -293,7 +293,7 @@ def test_wrong_answers_of_a_row(tiny, own, error):
     assert bare == b"null" and json.loads(last)["choice"] in "ab"
 
 
-BLANK, PROMPT_ENDS = "with a blank, which counts", "prompt: ends in a blank"
+BLANK, PROMPT_ENDS = "a blank at an end, which counts", "prompt: ends in a blank"
 
 
 @pytest.mark.parametrize("args, text, said", [

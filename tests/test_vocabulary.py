@@ -261,6 +261,7 @@ def test_words(checkpoint, tmp_path):
     flags = {records[i][1].decode(): flags for i, flags in rows(sections["adde"], 2)}
     assert {text: flags[text] for text in texts} == texts
     assert flags["<think>"] == 0 and flags["<tool_call>"] == 4      # CHATML has the first
+    assert export.Notices.hints == ["special tokens that no text in chat makes: SPECIAL"]
 
 
 def test_what_sentence_transformers_does_besides(checkpoint, run, tmp_path):
