@@ -298,8 +298,8 @@ static double run_texts(int unused) {
     (void)unused;
     engine = (Engine){.options = parse_options(9, (char *[]){"", "MODEL", "-l", list_path, "-m", "generate",
                                                        "-s", "1", "-q"}),
-                .model = m, .pass = pass, .tokenizer = words, .mode = GENERATE, .options.n = list.answer,
-                .most_texts = MOST_TEXTS};
+                .model = m, .pass = pass, .tokenizer = words, .mode = GENERATE, .most_texts = MOST_TEXTS};
+    engine.options.n = list.answer;
     prepare_places(&engine);
     const int out = dup(STDOUT_FILENO), null = open("/dev/null", O_WRONLY);
     if (out < 0 || null < 0 || dup2(null, STDOUT_FILENO) < 0) die("/dev/null: %s", strerror(errno));

@@ -484,7 +484,7 @@ static void fuzz_text(Bytes in) {
     bool active = false;  // NFC may change it
     for (size_t at = 0; at < in.n;) {
         Char c = char_at(t, in, at);
-        active |= is_active(t->tables, c);
+        active |= is_active(t, c);
         at += c.n;
     }
     if (!active) CHECK(bytes_equal(whole, in));
