@@ -230,9 +230,9 @@ typedef struct { Config config; Weights weights; State state; } Model;  // load_
 //
 // Equal bits: a sum of floats depends on the order of its terms. So each sum has one order here,
 // which Part III keeps: a text's results never depend on threads, on how many tokens run together
-// or on other texts. They do depend on the CPU (has it fma?) and the C library (powf, cosf, sinf).
+// or on other texts. They depend on the build (with fma?) and the C library (powf, cosf, sinf).
 
-// a * b + c, rounded once if the CPU has fma, else twice. Nothing else fuses (-ffp-contract=off).
+// a * b + c, rounded once if the build has fma, else twice. Nothing else fuses (-ffp-contract=off).
 static float mul_add(float a, float b, float c);
 
 // exp(x) within 2 ulp: exactly 1 for x = 0, 0 for x < -87.7, exp(88) for x > 88, NaN for NaN
@@ -1219,7 +1219,7 @@ static const char *stdout_name = "stdout";            // for messages
 static int file_open(const char *path, bool append);  // to read (-: stdin) or append; -1: an error
 static bool file_lock(int fd);                        // false: another descriptor holds a lock
 static double file_size(int fd);                      // of a regular file, else 0
-static bool same_file(int a, int b);                  // two descriptors of one regular file
+static bool same_file(int a, int b);                  // two descriptors of one file with data
 static double memory_size(void);                      // that this process may use, in bytes
 static void use_huge_pages(void *p, size_t size);     // of HUGE_PAGE bytes, where there are such
 static ssize_t read_more(int fd, Buffer *b);          // as read(), but waits if fd is nonblocking
@@ -1271,10 +1271,10 @@ static bool forward_rows(Pass *p, int n);
 // compute_logits() for rows 0 .. n - 1, n <= logit_rows. Returns Pass.logits.
 static float *classify(Pass *p, int n);
 
-// All threads run job(arg), and on_all_threads returns when the last has. They share its loops EACH
-// and SLICES: each item of 0 .. count - 1 is run by one of them, and none goes on before all items
-// are done. A slice begins at a multiple of `chunk`. Such a loop must not be left by break or
-// return. After a loop a thread may return. A job that one thread calls directly runs all items.
+// All threads run job(arg), and on_all_threads returns when the last has. They meet its loops EACH
+// and SLICES in one order: one of them runs an item of 0 .. count - 1, and none goes on before all
+// are done. A slice begins at a multiple of `chunk`. Loops do not nest. No break or return leaves
+// one; after one a thread may return. While no job runs, a direct call of one runs all items.
 typedef void (*Job)(void *arg);
 static void on_all_threads(Job job, void *arg);
 typedef struct { int begin, end; } Slice;  // items begin .. end - 1
@@ -4582,7 +4582,7 @@ int main(int argc, char **argv) {
 #endif
 
 // ------------------------------------------------------------------------------------------------
-// SIMD primitives: a port to another instruction set is one more block here. A vector is LANES
+// SIMD primitives. (A pass begins in forward_job.) A port adds a block here. A vector is LANES
 // floats or int32s, LANES is 4, 8 or 16. (It is an extension of GCC and clang: + - * and so on work
 // lane by lane.) Each block has five functions, which tests/test.c compares with their definition:
 //
@@ -4596,9 +4596,9 @@ int main(int argc, char **argv) {
 // instructions take w as unsigned bytes: there W_BIAS = 128 is added to w, and bias_fix, which is
 // -128 sum(x), to the sum: (w + 128) . x = w . x + 128 sum(x). Without W_BIAS, w has a sign.
 //
-// A tile of a matrix product is TILE_VECS vectors of rows by up to TILE_TOKENS tokens. It takes
-// 2 * TILE_VECS * TILE_TOKENS + TILE_VECS + 2 registers, and one of attention 2 * ATT_QUERIES + 3:
-// no more than there are (AVX2's dot4 needs five). Plain C has vectors of 4, which any CPU can do.
+// A tile of a product is TILE_VECS vectors of rows by TILE_TOKENS tokens. (With 1 to 3 tokens it
+// waits for memory.) It takes 2 * TILE_VECS * TILE_TOKENS + TILE_VECS + 2 registers, attention's
+// 2 * ATT_QUERIES + 3: no more than there are (AVX2's dot4 needs five more). Plain C has LANES 4.
 
 #define VECTOR_TYPES                                                        \
     typedef float VecF __attribute__((vector_size(4 * LANES), may_alias));  \
@@ -4636,7 +4636,7 @@ INLINE VecI dot4(VecI acc, VecI w, VecI x) {
 #ifdef __AVXVNNI__
     return (VecI)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)w, (__m256i)x);
 #else
-    // w x = |w| (sign(w) x), as the first operand has no sign. Two products fit into an int16.
+    // w x = |w| (sign(w) x), because the first operand has no sign. Two products fit into an int16.
     __m256i u = _mm256_abs_epi8((__m256i)w), s = _mm256_sign_epi8((__m256i)x, (__m256i)w);
     __m256i pairs = _mm256_maddubs_epi16(u, s);
     return acc + (VecI)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
@@ -4698,7 +4698,7 @@ INLINE VecF load_bytes(const int8_t *p) { return (VecF){p[0], p[1], p[2], p[3]};
 enum { FLIP = W_BIAS ? (int32_t)0x80808080 : 0 };  // ^ FLIP adds W_BIAS to each byte
 
 // UNROLL stands before loops over arrays of vectors, so that the arrays stay in registers.
-#if !defined(UNROLL) && defined(__clang__)  // sanitizers: empty, for it takes minutes to compile
+#if !defined(UNROLL) && defined(__clang__)  // sanitizers: empty, because compiling takes minutes
 #define UNROLL _Pragma("clang loop unroll(full)")
 #elif !defined(UNROLL)
 #define UNROLL _Pragma("GCC unroll 16")
@@ -4728,7 +4728,7 @@ INLINE float choose(int32_t yes, float a, float b) {
 #define ROUNDER 12582912.0f
 
 // exp(x) = 2^n e^r with n = round(x / ln 2) and |r| <= ln 2 / 2; e^r is a polynomial (Cephes expf).
-// exp(0) is exactly 1. For x < -87.7 the result is 0, as n = -127 makes the exponent's bits 0.
+// exp(0) is exactly 1. For x < -87.7 the result is 0, because n = -127 makes the exponent's bits 0.
 INLINE float fast_exp(float x) {
     float clamped = choose(x < -88.0f, -88.0f, choose(x > 88.0f, 88.0f, x));
     float shifted = mul_add(clamped, 1.44269504f, ROUNDER), n = shifted - ROUNDER;
@@ -4792,8 +4792,8 @@ static double position_size(const Config *c) { return 8.0 * c->n_layers * c->kv_
 // so that a vector of keys gives a vector of scores, one of values LANES columns of the result; and
 // a tile of attention reads keys from front to back, its values as one unbroken part of each block.
 //
-// With 8 bits, 16 of these vectors are packed into a record. It has one group, elements e0 .. e15,
-// of each position p0, p1, .. of the block. If LANES is 8, the vectors are
+// With 8 bits 16 (which divides head_dim) of these vectors are a record. It has one group, elements
+// e0 .. e15, of each position p0, p1, .. of the block. If LANES is 8, the vectors are
 //
 //   of keys    e0 of p0 .. p7 | e1 of p0 .. p7 | .. | e15 of p0 .. p7
 //   of values  e0 .. e7 of p0 | .. | e0 .. e7 of p7 | e8 .. e15 of p0 | .. | e8 .. e15 of p7
@@ -4818,7 +4818,7 @@ static size_t block_at(const Config *c, size_t block, size_t pair) {
 static size_t block_size(const Config *c) { return block_at(c, 1, 0); }  // block 1 follows block 0
 static double position_size(const Config *c) { return 4.0 * block_size(c) / BLOCK; }
 
-// What a pair has of the block of a text's position pos. From here on, this part is called a block.
+// A pair's part of the block of a text's position pos. A pointer named block points to such a part.
 static float *cache_block(const Pass *p, size_t pair, const int *blocks, int pos) {
     return p->cache + block_at(&p->m->config, blocks[pos / BLOCK], pair);
 }
@@ -4846,8 +4846,8 @@ static void cache_store(const Pass *p, size_t pair, const Row *row, const float 
     }
 }
 
-// Vector i + k of a block as floats, i and i + k in one record. Of keys, each lane is a position;
-// of values, all lanes are columns of position k. (Loops over k find the record once.)
+// Vector i + k of a block as floats; if packed, i and i + k are in one record, which loops over k
+// find once. A lane is a position of keys, or a column of the values of position k % BLOCK.
 INLINE VecF cache_load(const float *block, size_t i, int k, const bool value, const bool packed) {
     const Packed *record = (const Packed *)block + i / 16;
     if (!packed) return ((const VecF *)block)[i + k];
@@ -4865,11 +4865,11 @@ static void cache_copy(const Pass *p, int to, int from) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Threads: all run one function, a job, and share its loops. Each loop has a number, so that a
-// thread that comes late skips those that are over: nobody waits for it. Its code between two loops
-// may run while a later loop writes. So there, what a job writes more than once is read only as the
-// next loop's count, and atomically: for the late thread that loop is over, and any count will do.
-// A thread that waits spins for a moment, then sleeps. Who takes which slice changes no result.
+// Threads: all run one function, a job, and meet its numbered loops in one order. A late thread
+// skips the loops that are over: nobody waits for it. So its code between two loops may run while
+// others write in a later loop. There it may read what a job writes once. It reads the rest only
+// as the next loop's count, and atomically: any count will do, because that loop is over.
+// A waiting thread spins for a moment, then sleeps. Who takes which slice changes no result.
 
 static int n_threads = 1;
 static _Thread_local int thread;     // the number of the thread that reads it, from 0 on
@@ -4877,7 +4877,7 @@ static _Thread_local uint32_t loop;  // the number of the loop that it is in or 
 
 static struct {
     _Atomic uint32_t jobs;  // how many have begun + how many have ended: odd while one runs
-    Job job;                // it. Workers read this and the next two only while jobs is odd
+    Job job;                // that runs. Workers read this and the next two only while jobs is odd
     void *arg;
     uint32_t first;         // the number of its first loop
     _Atomic int active;     // workers that run it, or look whether there is one
@@ -4896,7 +4896,7 @@ static struct {
         pthread_mutex_unlock(&pool.lock);                                                   \
     } while (0)
 
-static void wake_up(void) {  // after a change: no sleeper misses it, as `lock` is held here, too
+static void wake_up(void) {  // after a change: no sleeper misses it, because `lock` is held
     pthread_mutex_lock(&pool.lock);
     pthread_cond_broadcast(&pool.changed);
     pthread_mutex_unlock(&pool.lock);
@@ -4977,7 +4977,7 @@ static void on_all_threads(Job job, void *arg) {
 typedef struct {
     int8_t *int8;       // (cols)
     float *scale;       // (cols / group)
-    int32_t *bias_fix;  // (cols / group)  see dot4
+    int32_t *bias_fix;  // (cols / group)  see SIMD primitives
     size_t stride;      // from a record to the next, in floats
 } Quantized;
 
@@ -5005,7 +5005,7 @@ typedef struct {
     Quantized h8;          // (batch * n_experts_used, dim)  row i is Worker.h8 of token[i]
 } Routing;
 
-// Each thread has its own, whose pointers above `l` are those of all.
+// Each thread has one. The pointers above `l` are the same in all.
 typedef struct Worker {
     const Config *c;
     Pass *p;
@@ -5037,17 +5037,17 @@ INLINE Quantized from_token(const Quantized *x, int t) {
 // Matrix products: out = x W^T, as dot_row defines each element. A term is a group's exact dot
 // product times the weights' scale; an element is the sum of its terms, each times x's scale.
 //
-// A tile is a strip of rows, one in each lane of TILE_VECS vectors, times a few tokens. A panel has
-// the weights in the order in which a tile needs them. For one token, reading them takes the time.
-// For many, a unit comes from memory once, and is in the core's caches for all tiles.
+// A tile is a strip of rows, one in each lane, times TILE_TOKENS tokens; or a panel times 1 to 3. A
+// panel has the weights in the order in which a tile needs them. For one token, reading them takes
+// the time. For many, a unit of UNIT rows comes from memory once, and stays in the core's caches.
 
 enum { UNIT = 32 };                  // rows that are unpacked at once
 enum { STRIP = TILE_VECS * LANES };  // rows of a tile
 enum { FEW_VECS = PANEL / LANES };   // of a tile of 1 to 3 tokens: a panel's rows
 enum { MOST_VECS = TILE_VECS > (int)FEW_VECS ? TILE_VECS : FEW_VECS };
-enum { BYTES_AHEAD = 7232 };         // that it prefetches (measured): a CPU stops at a page's end
+enum { BYTES_AHEAD = 7232 };         // of the prefetch (measured): the CPU's stops at a page's end
 _Static_assert(UNIT % STRIP == 0 && UNIT % PANEL == 0 && PANEL % LANES == 0, "whole tiles");
-_Static_assert(TILE_TOKENS > 3, "matmul_few has tiles of 1 to 3 tokens, which prefetch more");
+_Static_assert(TILE_TOKENS > 3, "tiles of 1 to 3 tokens prefetch their weights, whole ones do not");
 
 // Q8(x), x (n), into columns at .. at + n - 1 of token t's vector in out
 static void quantize_token(const Quantized *out, int t, int at, const float *x, int n, int group) {
@@ -5120,7 +5120,7 @@ INLINE void matmul_tile(const Matmul *part, int t, int row, const int tokens, co
                 low[v] = b ^ splat(flipped ? 0 : FLIP);
                 if (bits == 4) low[v] = pick_levels(levels, b);
                 if (bits == 4) high[v] = pick_levels(levels, b >> 4);
-                if (tokens < TILE_TOKENS && v * LANES % PANEL == 0)  // a panel's word is a line
+                if (tokens < TILE_TOKENS && v * LANES % PANEL == 0)  // a word of 16 rows is a line
                     __builtin_prefetch(words[v] + BYTES_AHEAD, 0, 2);
                 words[v] += PANEL * 4;
             }
@@ -5199,8 +5199,8 @@ static Matrix unpack_unit(const Matrix *w, int row, int8_t *at) {
     return unit;
 }
 
-// A unit of rows and many tokens. Each tile prefetches a share of as many bytes after the unit,
-// even after the matrix's end: that does no harm.
+// A unit of rows and many tokens. Its tiles prefetch the next unit, an even share each. After the
+// matrix's end this does no harm.
 static void matmul_unit(const Matmul *part, int row, int end) {
     const Matrix *w = part->w, unit = unpack_unit(w, row, part->unit);
     const size_t row_bytes = (size_t)w->cols * w->bits / 8;
@@ -5245,10 +5245,10 @@ static void matmul_all(const Worker *me, float *y, const Matrix *w, const Quanti
 // the scores of one span only, as attend() does, and as in FlashAttention (arXiv 2205.14135).
 // The queries of a kv head are those of all query heads that share it, row by row. A task is up to
 // ATT_TASK of them, all of one text, so that a span's keys and values (256 KB if head_dim is 128)
-// come to L2 once. A tile has ATT_QUERIES of them (or 2, or 4: see attend_task) and two
+// come to L2 once. A tile has ATT_QUERIES of them (2 or 4 if a task has few) and two
 // vectors, of positions for the scores, of columns for the values. Its sums stay in registers.
 //
-// With a cache of 8 bits, a task of few queries reads packed blocks, because decoding waits for
+// With a cache of 8 bits, a task of few queries reads packed blocks, because one token waits for
 // memory. For more (prompts are bound by arithmetic) each span is first unpacked.
 enum { ATT_TASK = 96, SCORE_STRIDE = SPAN + LANES };  // rows whole KBs apart would share L1 sets
 _Static_assert(SPAN % 32 == 0 && ATT_TASK % ATT_QUERIES == 0 && (int)BLOCK == LANES, "whole tiles");
@@ -5291,7 +5291,7 @@ static void unpack_blocks(Task *task) {
 }
 
 // score = q . k / sqrt(head_dim), for `queries` queries from r on and two blocks of positions from
-// pos on; what comes after the span's end is overwritten later. The CPU can't foresee where the
+// pos on; those after the span's end are overwritten or not read. The CPU can't foresee where the
 // next two blocks are, so the first tile prefetches them for all.
 INLINE void score_tile(const Task *task, int r, int pos, const int queries, const bool packed) {
     const int head_dim = task->c->head_dim, step = packed ? 16 : head_dim;
@@ -5556,7 +5556,7 @@ static void add_outputs(const Worker *me, int begin, int end) {
     }
 }
 
-// An expert runs for all tokens that chose it together, so that its weights are read once.
+// An expert runs once for all tokens that chose it, so that its weights are read once.
 static void experts_all(const Worker *me) {
     const int dim = me->c->dim, n_experts = me->c->n_experts;
     const Routing *r = me->routing;
@@ -5811,7 +5811,7 @@ static bool input_ready(int fd) {
     return ioctl(fd, FIONREAD, &n) != 0 || n > 0;
 }
 
-static bool file_lock(int fd) {  // no byte that is there, as nobody could read that
+static bool file_lock(int fd) {  // a byte far after the end, because nobody could read it
     OVERLAPPED at = {.OffsetHigh = INT32_MAX};
     const DWORD how = LOCKFILE_FAIL_IMMEDIATELY | LOCKFILE_EXCLUSIVE_LOCK;
     return LockFileEx(handle(fd), how, 0, 1, 0, &at) || GetLastError() != ERROR_LOCK_VIOLATION;
@@ -5869,7 +5869,7 @@ static int scan_file(const char *path, const char *format, void *first, void *se
     return n;
 }
 
-// The least limit of this process's cgroup and of those that it is in (Linux, version 2), from
+// The least limit of this process's cgroup and its parents (Linux, version 2), from
 // files with a number, or "max" for none. cpu.max has two, "QUOTA PERIOD": cores are their ratio.
 static double cgroup_limit(const char *name) {
     char group[4000] = "", path[4096];
@@ -5884,7 +5884,7 @@ static double cgroup_limit(const char *name) {
     return least;
 }
 
-// Physical cores, as a second thread on a core gains nothing: a core's second CPU counts only if
+// Physical cores, because a second thread on one gains nothing: a core's second CPU counts only if
 // its first is not ours. On macOS the fast ones, else all CPUs. At most what the cgroup may use.
 static int cpu_count(void) {
     int cores = (int)sysconf(_SC_NPROCESSORS_ONLN);
@@ -5951,8 +5951,8 @@ static Waiting input_waits(void) {
 
 static void start_platform(int *argc, char ***argv) {
     (void)argc, (void)argv;
-    // A closed descriptor can't be used, but is taken: else the next file would get its number, and
-    // be read for stdin, or get what is meant for stdout or stderr.
+    // /dev/null takes a closed descriptor, so that its use fails. Else the next file would get its
+    // number, and be read for stdin, or get what is meant for stdout or stderr.
     for (int fd = 0; fd <= STDERR_FILENO; fd++)
         if (fcntl(fd, F_GETFD) < 0 && open("/dev/null", fd == 0 ? O_WRONLY : O_RDONLY, 0) < 0)
             die("descriptor %d: closed, expected it open, or /dev/null in its place", fd);
@@ -6001,8 +6001,8 @@ static Bytes file_map(const char *path) {
     void *p = mmap(NULL, size, PROT_READ, MAP_SHARED, fd, 0);
     if (p == MAP_FAILED) die("%s: can't be mapped: %s", path, strerror(errno));
     close(fd);
-    // Fewer TLB misses, if the file system has such. But if memory is too small for the model, an
-    // expert's matrix, often of less than 1 MB, would read more.
+    // Huge pages: fewer TLB misses, where the file system has them. If memory is too small for the
+    // model, an expert's matrix, often of less than 1 MB, would be read in pages of 2 MB.
     if (size < 0.75 * memory_size()) use_huge_pages(p, size);
     return (Bytes){p, size};
 }
