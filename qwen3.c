@@ -20,7 +20,7 @@
    the keys of all positions (places in the text) up to its own become shares that add up to 1
    (softmax). The result is the sum of the values, each times its share. A layer does this in
    n_heads heads side by side. Each has its own query (head_dim), and so its own shares; but each kv
-   head, one key and one value, serves a few neighbours. A token's x, k and v depend only on it and
+   head, one key and one value, serves several heads. A token's x, k and v depend only on it and
    on those before it. So they stay right when tokens are appended, and each token runs once: the KV
    cache keeps, for each layer and kv head, all keys K and values V so far (positions, head_dim).
    One layer computes
@@ -577,7 +577,7 @@ static void run_experts(Model *m, const Layer *layer) {
 // The whole model, for one token. Part III computes the same bits for many tokens at once. It calls
 // rmsnorm, silu_times, quantize, add, embed, rope_angles, norm_and_rope, choose_experts and what
 // these call. It has its own form of the other functions from dot_row to compute_logits, and Part
-// II has its own run_text and encode_piece: change these in both places.
+// II has its own run_text and encode_piece: who changes one form changes both.
 
 // Runs layer l: x of the token at position pos becomes x + attention, then x + feed-forward.
 static void run_layer(Model *m, int l, int pos) {
@@ -600,7 +600,7 @@ static void run_layer(Model *m, int l, int pos) {
     add(s->x, s->out, c->dim);                // x = x + out
 }
 
-// Runs a token of a text through all layers: then x is its last residual stream, and the cache has
+// Runs a token of a text through all layers: then x is the last layer's output, and the cache has
 // its keys and values. The tokens before it must have run. Returns false if Ctrl-C came.
 static bool forward(Model *m, int token, int pos) {
     embed(m, token, m->state.x);
@@ -649,8 +649,8 @@ static Bytes bytes_from(Bytes b, size_t start) {  // b.p may be NULL if `start` 
 }
 
 enum { OTHER, LETTER, NUMBER, SPACE, END };  // classes of characters; END: after the text
-// Bits of Tokenizer.kind. SPECIAL: not written. NORMALIZED: found in form NFC. Spelled out, an
-// ADDED token is one token in a raw text, in an answer if ANSWERED, in other messages if A_WORD.
+// Bits of Tokenizer.kind. SPECIAL: its text is not written. NORMALIZED: looked for after NFC. The
+// text of an ADDED token becomes it in a raw text; in an answer if ANSWERED; elsewhere if A_WORD.
 enum { ADDED = 1, SPECIAL = 2, NORMALIZED = 4, A_WORD = 8, ANSWERED = 16 };
 enum { SYSTEM, USER, ASSISTANT };  // who wrote a message
 
@@ -724,7 +724,7 @@ static size_t space_length(const Tokenizer *tok, Bytes text) {
 
 // Returns the length of the first piece of a nonempty text, by Qwen's regular expression. Of its
 // seven alternatives the first that matches wins. (\p{L} is a letter, \p{N} a numeric character, \s
-// white space; (?!\S) means that only white space or the end follows.) "it's 2024" becomes "it"
+// white space; (?!\S): the next character is white space or none.) "it's 2024" becomes "it"
 // "'s" " " "2" "0" "2" "4". export.py refuses a checkpoint with another expression.
 //
 //   1   (?i:'s|'t|'re|'ve|'m|'ll|'d)
@@ -811,8 +811,8 @@ static void encode_plain(Encoder *enc, Bytes text) { buffer_add(&enc->pending, t
 // Adds a text: added tokens that it spells go to encode_token, the rest to encode_plain. (Part II)
 static void encode_marked(Encoder *enc, Bytes text);
 
-// Adds a message. Of added tokens only an A_WORD is found in it: a name that a fine-tune added. In
-// an answer all but SPECIAL ones are, because a model draws them as tokens. (Part II)
+// Adds a message. In an answer the ANSWERED tokens are found, all that are not SPECIAL, because a
+// model draws them. In others only an A_WORD is, a name that a fine-tune added. (Part II)
 static void encode_message(Encoder *enc, Bytes text, int role);
 
 // Appends the ids of a text. If `marked`, all added tokens are found, else those of a user's text.
@@ -834,9 +834,9 @@ static void encode_raw(const Tokenizer *tok, Bytes text, Ids *out) {
 // ------------------------------------------------------------------------------------------------
 // The sampler: repetition penalty, presence penalty (which HF lacks), temperature, top-k, top-p, in
 // HF's order. (The likeliest token each time would make a dull text that repeats itself.) Top-k and
-// top-p cut off the many unlikely tokens: else one would be drawn now and then. Tokens are ordered
-// by probability, of equal ones the lower id first. Nothing is sorted: each step is a loop over the
-// vocabulary that compilers vectorize. The time of most does not depend on the probabilities.
+// top-p cut off the many unlikely tokens: else one would be drawn now and then. Likelier ones come
+// first, of equal ones the lower id. But nothing is sorted: each step is a loop over the vocabulary
+// that compilers vectorize. Most steps take the same time for all probabilities.
 
 typedef struct {
     float temperature;  // divides the logits: < 1 favours likely tokens; 0: always the likeliest
@@ -889,8 +889,8 @@ static void keep_likelier(float *p, int n, int id) {
 }
 
 // Sets all p but the k largest to 0; of equal ones the lower ids stay. The largest p is 1, others
-// go down to 1e-38: so the search for the k-th largest divides by 256 first, then it halves what is
-// left. At all times at least k values are >= least, and fewer than k are >= above.
+// go down to 1e-38: so the search divides by 256 while fewer than k are found, then it halves what
+// is left. At all times at least k values are >= least, and fewer than k are >= above.
 static void keep_top_k(float *p, int n, int k) {
     float least = 0, above = 2;
     int kept = n;  // how many values are >= least
@@ -999,14 +999,14 @@ typedef enum {
     INTERRUPTED, FAILED            // Ctrl-C; the logits, or an embedding, are not finite
 } Ending;
 
-typedef struct Text {  // add_text makes it (Part II)
+typedef struct Text {  // add_text makes it (Part II) of a prompt that is not empty, and fits
     Ids ids;           // its tokens, those of the prompt first; a perplexity has at least two
     size_t n_run;      // how many have run: their keys and values are in the KV cache
     size_t target;     // the number of the id that is predicted next: drawn or scored
     size_t n_prompt;   // ids of the prompt
     size_t max_ids;    // the most ids of prompt and answer together (option -n)
     size_t context;    // the most positions that fit into the cache (option -c)
-    size_t watched;    // repeats are looked for from this id on (with -n it is INT_MAX)
+    size_t watched;    // repeats are looked for from this id on: first n_prompt; with -n INT_MAX
     int repeats;       // how much it repeats itself: see repeats_itself
     bool embeds;       // no id is predicted: x becomes an embedding
     double nll;        // the sum of -log(probability) of its scored ids (negative log-likelihood)
@@ -1054,7 +1054,7 @@ static Ending append_id(const Tokenizer *tok, Text *text, int id) {
     return ids->n <= text->context ? GOES_ON : CONTEXT_ENDED;  // there is room to run it
 }
 
-// Calls append_id for a drawn id, and to end thinking of N ids (option -r N) or repeats. (Part II)
+// Calls append_id for a drawn id. Ends thinking after N ids (option -r N) or at repeats. (Part II)
 static Ending accept_id(const Tokenizer *tok, Text *text, int id);
 
 // Draws the target by the logits of the id before it, which are overwritten. Returns as append_id.
@@ -1064,7 +1064,7 @@ static Ending draw_next(const Tokenizer *tok, Text *text, float *logits) {
     return id < 0 ? FAILED : accept_id(tok, text, id);
 }
 
-// Returns the logit of an id. (Part II. Its Given answers may end with the id -1: any stop id.)
+// Returns the logit of an id. (Part II. There a given answer may end with -1: any stop id.)
 static double logit_of(const Tokenizer *tok, const float *logits, int id);
 
 // Returns -log(probability) of an id by the logits of the id before it, which are overwritten.
@@ -1081,7 +1081,7 @@ static Ending add_nll(Text *text, double nll) {
     return text->target < text->ids.n ? GOES_ON : COMPLETE;
 }
 
-// Makes an embedding of x (dim). Returns COMPLETE, or FAILED if it is not finite. (Part II)
+// Makes x (dim) an embedding: similar texts get similar ones. Returns COMPLETE or FAILED. (Part II)
 static Ending embed_text(const Model *m, Text *text, float *x);
 
 // Runs a text to its end, one token at a time. (Part II runs many, and guesses ids: see Drafts.)
