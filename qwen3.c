@@ -5571,7 +5571,7 @@ static void experts_all(const Worker *me) {
         if (!choose_experts(me->c, r->router_out + at, r->share + at)) h[0] = NAN;
     }
     EACH (once, 1, 1) route(me);  // one thread alone
-    EACH (i, r->place[r->n_chosen], 16) {  // a whole vector: int8, scale and bias_fix
+    EACH (i, r->place[atomic_load(&r->n_chosen)], 16) {  // a whole vector: int8, scale, bias_fix
         const Quantized from = from_token(&me->h8, r->token[i]), to = from_token(&r->h8, i);
         memcpy(to.int8, from.int8, to.stride * 4);
     }
