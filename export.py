@@ -625,7 +625,7 @@ def list_weights(folder: Path, names: Collection[str]) -> dict[str, list[str]]:
 
 def refuse_folder(where: object, what: str, expected: str, files: Collection[str]) -> NoReturn:
     """Refuses a folder or a hub's model without a model in it, which a training may have made."""
-    steps = [int(file[11:]) for file in files if re.fullmatch(r"checkpoint-\d+", file)]
+    steps = [int(step[1]) for file in files if (step := re.fullmatch(r"checkpoint-(\d+)", file))]
     if "adapter_config.json" in files:
         what = "a LoRA adapter, no model"
         expected = "it merged into its base: peft's merge_and_unload(), then save_pretrained()"

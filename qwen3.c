@@ -999,7 +999,7 @@ typedef enum {
     INTERRUPTED, FAILED            // Ctrl-C; the logits, or an embedding, are not finite
 } Ending;
 
-typedef struct Text {  // add_text makes it (Part II) of a prompt that is not empty, and fits
+typedef struct Text {  // add_text makes it (Part II) of a prompt that has ids and fits
     Ids ids;           // its tokens, those of the prompt first; a perplexity has at least two
     size_t n_run;      // how many have run: their keys and values are in the KV cache
     size_t target;     // the number of the id that is predicted next: drawn or scored
@@ -1450,7 +1450,7 @@ static void die_export(const char *file, const char *what, int n, const char *so
 
 static void check_magic(const char *file, uint32_t magic) {
     const char *slash = strrchr(file, '/'), *dot = strrchr(file, '.');
-    const int n = slash > file ? (int)(slash - file) : 1;
+    const int n = slash && slash > file ? (int)(slash - file) : 1;
     if (magic == 0x46554747) die_export(file, "a GGUF file", INT_MAX, file);
     if (dot && !strcmp(dot, ".safetensors"))
         die_export(file, "a part of a checkpoint", n, slash ? file : ".");
@@ -1628,7 +1628,7 @@ static void make_panels(Model *m, Cursor in) {
 
 // What a file may ask for, so that none takes all time or memory
 enum { LONGEST = 1024, LONGEST_ADDED = 128,  // bytes of a token, of an added token
-       LONGEST_STRIP = 64, MOST_IDS = 1000,  // bytes of ChatFormat.strip; ids in prefix, suffix
+       LONGEST_STRIP = 64, MOST_IDS = 1000,  // bytes of ChatFormat.strip; ids in a section
        MOST_PARTS = 4 };                     // characters that one decomposes into
 
 // Tables of characters: BAD_BYTE + byte stands for a byte that is not UTF-8.
@@ -2184,8 +2184,8 @@ typedef struct Slot {  // what Part II keeps of a text, beside Text
 
 typedef struct {  // of the command line (see options). Not given: NULL, or -1 without a default
     const char *model, *text, *file, *list, *json_list, *out, *system, *stop, *answers;
-    Choices choices;       // the TEXTs of `answers`, or of the next text the answers of
-    const char *member;    // NAME, from -o @NAME
+    Choices choices;       // the TEXTs of `answers`; with -o @NAME those of the next row
+    const char *member;    // this NAME
     int mode, think, top_k, context, cache_bits, batch, threads;
     int n;                 // -1: no limit, -2: none, but repeats end an answer
     float temperature, top_p, presence, repetition;
@@ -2210,6 +2210,8 @@ typedef struct Engine {  // the program's state
     size_t n_rows;     // tokens that ran so far
     double prompt_end; // when the first text had run its prompt, or 0
     // Answers, their thinking, and given answers (-o):
+    bool can_switch;   // the chat format can switch thinking on and off
+    bool switched_on;  // -r has switched it on
     bool thinks;       // the prompt ends inside <think>
     bool may_think;    // the prompt does, or the model may begin with <think>
     int budget;        // the maximum number of tokens of thinking (-r), INT_MAX: no limit
@@ -2227,8 +2229,6 @@ typedef struct Engine {  // the program's state
     Buffer input;      // the prompt's text, the message being typed, or a JSON line's last string
     Ids prompt;
     uint64_t rng;      // of the conversation's next answer
-    bool can_switch;   // the chat format can switch thinking on and off
-    bool switched_on;  // -r has switched it on
     bool dialogue;     // a conversation at a terminal: it goes on after a wrong message
     Buffer not_utf8;   // the notice of the first text that is not UTF-8
     bool gave_notices, gave_blank_choice, gave_blank_prompt, gave_not_utf8;  // each is given once
@@ -2707,7 +2707,7 @@ static Ending accept_id(const Tokenizer *tok, Text *t, int id) {
     if (!t->writer->thinking) return chooses ? COMPLETE : ending;
     slot->thought += was_thinking && ending != COMPLETE;  // <think> and a stop id do not count
     const bool closes = ending == GOES_ON ? slot->thought >= e->budget
-        : chooses || (ending == REPEATS && slot->closed_by != REPEATS);  // then they end it
+        : chooses || (ending == REPEATS && slot->closed_by != REPEATS);  // else the answer ends
     if (!closes) return ending == COMPLETE ? IN_THINKING : ending;
     slot->closed_by = ending;  // GOES_ON: BY_BUDGET
     if (chooses) return COMPLETE;
@@ -2752,7 +2752,7 @@ static Bytes strip_end(const Tokenizer *tok, Bytes text) {
 
 // Encodes the given answers: of all texts, or of the next one. With `ids` of its raw prompt, prompt
 // and TEXT are encoded together, as lm-evaluation-harness does: the first ids->n ids are the
-// prompt's, of which encode_text left out its last blanks. Returns an error, or NULL.
+// prompt's. (encode_text has left out its last blanks.) Returns an error, or NULL.
 static const char *encode_choices(Engine *e, Bytes prompt, const Ids *ids) {
     const Tokenizer *tok = &e->tokenizer;
     Choices *all = &e->options.choices;
@@ -3078,7 +3078,7 @@ static void give_notices(Engine *e) {
     const Options *o = &e->options;
     const size_t context = e->model.state.context;
     const Mode mode = e->mode;
-    const bool chat = mode == CHAT;
+    const bool chat = mode == CHAT, piped = o->file ? !strcmp(o->file, "-") : !o->text;
     const unsigned counts = chat ? CHATS : modes[mode].has_answers ? ANSWERS : ALWAYS;
     if (o->given['v'] && mode != TOKENIZE && e->prompt.n) {
         fputs("prompt ids:", stderr);
@@ -3114,7 +3114,7 @@ static void give_notices(Engine *e) {
         notice("-t 0: greedy thinking tends to repeat without end, Qwen advises 0.6");
     if (o->threads > 2 * cpu_count())
         notice("-j: more threads than cores take longer; without -j each core has one");
-    if ((o->file ? strcmp(o->file, "-") : !!o->text) && !is_list(o) && stdin_has_data())
+    if (!piped && !is_list(o) && stdin_has_data())
         notice("stdin: has data that was not read; -f - would add all of it");
 }
 
@@ -4402,9 +4402,9 @@ static const char usage[] =  // after the line of --version
     "to stderr. Exit: 0 success, 1 file, memory, model, 2 usage error, 130 Ctrl-C.\n";
 
 static const struct { const char *others, *here; } hints[] = {
-    {" model ", "MODEL without an option"}, {" quiet ", "-q"}, {" verbose ", "-v"},
+    {" model model-path ", "MODEL without an option"}, {" quiet silent ", "-q"},
     {" think thinking enable-thinking reasoning ", "-r 1, or -r N for at most N tokens"},
-    {" no-think no-thinking nothink hidethinking ", "-r 0"},
+    {" no-think no-thinking nothink hidethinking ", "-r 0"}, {" verbose ", "-v"},
     {" json jsonl grammar grammar-file json-schema format response-format ", "-o 'TEXT|TEXT', "
      "-L FILE (a list in JSON), or for JSON an answer that is begun: .github/RECIPES.md"},
     {" chat-template chat-template-file ", "it in the model: export.py has --chat-template FILE"},
@@ -4461,7 +4461,8 @@ static void set_option(Options *o, const Option *option, const char *value) {
     else if (option->type == REAL) number = strtod(value, &end);
     else if (option->type == MODE)
         for (number = 0; number < N_MODES && strcmp(value, modes[(int)number].name);) number++;
-    else o->seed = strtoull(value, &end, 10);  // of a negative one the same 64 bits
+    else if (*value == '-') o->seed = strtoll(value, &end, 10);
+    else o->seed = strtoull(value, &end, 10);
     const bool in_range = number >= option->low && number <= option->high;
     if (!in_range || end == value || (end && *end) || (option->type == SEED && errno))
         die_usage("-%c: bad value, expected %s, found \"%.80s\"%s", option->letter,
@@ -5248,7 +5249,7 @@ static void matmul_all(const Worker *me, float *y, const Matrix *w, const Quanti
 // come to L2 once. A tile has ATT_QUERIES of them (2 or 4 if a task has few) and two
 // vectors, of positions for the scores, of columns for the values. Its sums stay in registers.
 //
-// With a cache of 8 bits, a task of few queries reads packed blocks, because one token waits for
+// With a cache of 8 bits, a task of few queries reads packed blocks: one token alone waits for
 // memory. For more (prompts are bound by arithmetic) each span is first unpacked.
 enum { ATT_TASK = 96, SCORE_STRIDE = SPAN + LANES };  // rows whole KBs apart would share L1 sets
 _Static_assert(SPAN % 32 == 0 && ATT_TASK % ATT_QUERIES == 0 && (int)BLOCK == LANES, "whole tiles");
@@ -5318,8 +5319,7 @@ INLINE void score_tile(const Task *task, int r, int pos, const int queries, cons
 
 // sum = keep * sum + (the span's terms times values), for `queries` queries from r on and two
 // vectors of columns from vector j on. From where the first query stops, each one takes only its
-// own positions: its term of a later one is 0, but 0 times infinity or NaN is NaN. The prefetch is
-// of the block after the next.
+// own positions: its term of a later one is 0, but 0 times infinity or NaN is NaN.
 INLINE void value_tile(const Task *task, int r, int j, const int queries, const bool packed) {
     const size_t first = task->c->head_dim + j * BLOCK;
     const int *len = task->len + r, end = min_int(task->end, len[queries - 1]);

@@ -353,14 +353,12 @@ static void fuzz_model(Bytes in) {
     if (isfinite(sum_double(logits, g->vocab_size)))
         CHECK(!memcmp(logits, batched, g->vocab_size * sizeof(float)));
     e.tokenizer = (Tokenizer){.vocab_size = g->vocab_size, .tables = tiny.tables};
-    static Engine engine;
-    engine = e;
-    engine.most_texts = 1;
-    engine.mode = PERPLEXITY;
-    prepare_places(&engine);
+    e.most_texts = 1;
+    e.mode = PERPLEXITY;
+    prepare_places(&e);
     if (n > 1) {
-        Text *a = add_text(&engine, &(Ids){ids, n, n}, 0, false);
-        while (a->ending == GOES_ON && run_pass(&engine)) {}
+        Text *a = add_text(&e, &(Ids){ids, n, n}, 0, false);
+        while (a->ending == GOES_ON && run_pass(&e)) {}
         CHECK(a->ending == FAILED || (a->ending == COMPLETE && a->target == (size_t)n));
     }
     Sampler sampler = {.temperature = flags & 64 ? 0.7f : 0, .top_p = 0.9f, .top_k = 20, .repetition = 1,
@@ -584,6 +582,13 @@ static void fuzz_chat(Bytes in) {
 
 // ---- Target session: a command line and stdin, up to the answer
 
+// Sets what load_model() sets by the options, of a mode that is known
+static void obey_options(Engine *e) {
+    const Options *o = &e->options;
+    e->kind = o->choices.n ? CHOICES : (int)e->mode;
+    e->most_texts = is_list(o) || o->answers ? min_int(MOST_TEXTS, o->batch) : 1;
+}
+
 static void fuzz_session(Bytes in) {
     static Engine engine;
     char *argv[40] = {"qwen3"};
@@ -614,8 +619,7 @@ static void fuzz_session(Bytes in) {
     if (o->n < 0 || o->n > 2) o->n = 2;
     e->pass->logit_rows = min_int(e->pass->batch, e->pass->logit_rows);
     e->mode = o->mode < 0 ? CHAT : o->mode;
-    e->kind = o->choices.n ? CHOICES : (int)e->mode;
-    e->most_texts = is_list(o) || o->answers ? min_int(MOST_TEXTS, o->batch) : 1;
+    obey_options(e);
     if (e->mode == PERPLEXITY && e->model.state.context < 2) return;  // load_model() refuses it
     bool chat = e->mode == CHAT;
     prepare_answers(&engine);
@@ -646,8 +650,7 @@ static void start_engine(Engine *e, int argc, char **argv) {
     *e = (Engine){.options = parse_options(argc, argv), .model = toy, .pass = own_pass(), .tokenizer = tiny};
     toy.config.cache_bits = e->model.config.cache_bits = e->options.cache_bits;
     e->mode = e->options.mode;
-    e->kind = e->options.choices.n ? CHOICES : (int)e->mode;
-    e->most_texts = is_list(&e->options) || e->options.answers ? min_int(MOST_TEXTS, e->options.batch) : 1;
+    obey_options(e);
     e->pass->logit_rows = min_int(e->pass->batch, e->pass->logit_rows);
     prepare_answers(e);
     prepare_places(e);

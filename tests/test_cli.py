@@ -132,7 +132,7 @@ OTHERS = {  # other programs' options, and what is here
     *[(command, []) for command in (
         "", "-i hi", "-i", "'' -i hi", "M -x", "M -e", "M --frobnicate", "M -i", "M -t",
         "M extra.bin", "M -i hi extra", "M -", "M --help-me", "M -qx", "M -x ''", "M -f ''", "M -q -v",
-        "M -l a -L b", "M -l a -f b", "M -L a -f -", "M -l a -v",
+        "M -s -9223372036854775809", "M -l a -L b", "M -l a -f b", "M -L a -f -", "M -l a -v",
         "M -L a -v", "M -l", "M -L", "M -l ''", "M -L ''", "M -w x", "M -w x -i a", "M -l a -w -",
         "M -l a -w ''", "M -l a -w", "M -i a -o yes", "M -i a -o 'yes|'", "M -i a -o 'yes|yes'",
         "M -i a -o 'caf\udce9|no'", "M -i a -o 'yes|no' -m embed", "M -i a -o 'yes|no' -m tokenize",
