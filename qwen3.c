@@ -424,9 +424,8 @@ static void norm_and_quantize(Model *m, const float *w) {
     quantize(s->h8, s->h, c->dim, c->group_size);
 }
 
-// With option -C 8, Part III's KV cache has k and v in 8 bits, in groups of 16. Here x (n), k or v,
-// stays floats, but becomes the same numbers. Each token reads all keys and values so far, now 0.31
-// of the bytes. (k has a few large elements: they would make larger groups coarse.)
+// With option -C 8, Part III's KV cache has k and v in 8 bits, in groups of 16: each token reads
+// them all, 0.31 of the bytes. Here x (n), k or v, stays floats, but becomes the same numbers.
 static void round_to_int8(float *x, int n) {
     int8_t int8[16];
     float scale = 0;
@@ -464,8 +463,13 @@ static void qkv(Model *m, int l, int pos) {
     for (int i = 0; i < c->n_kv_heads; i++) {
         norm_and_rope(c, k + i * c->head_dim, layer->k_norm, s->cos, s->sin);
     }
-    if (c->cache_bits == 8) round_to_int8(k, c->kv_dim);
-    if (c->cache_bits == 8) round_to_int8(v, c->kv_dim);
+    if (c->cache_bits == 8) {
+        // Qwen2.5's bk has a few elements 100 times the rest, where rope hardly turns: their groups
+        // would be coarse. Without bk, a query's scores are all less by q . bk: the same softmax.
+        for (int i = 0; layer->bk && i < c->kv_dim; i++) k[i] -= layer->bk[i];
+        round_to_int8(k, c->kv_dim);
+        round_to_int8(v, c->kv_dim);
+    }
 }
 
 // Returns q . k / sqrt(head_dim), both (head_dim), added in order of j.
@@ -2645,13 +2649,6 @@ static void writer_thinks(Writer *out, bool thinking) {
     out->thinking = thinking && out->chat;
 }
 
-// Returns the offset at which the stop text begins, or may begin, or else the end of the text.
-static size_t find_stop(Bytes text, Bytes stop) {
-    size_t at = stop.n ? 0 : text.n;
-    while (at < text.n && memcmp(text.p + at, stop.p, min_size(stop.n, text.n - at)) != 0) at++;
-    return at;
-}
-
 static bool writer_token(Writer *out, const Tokenizer *tok, int id) {
     Buffer *held = &out->held;
     Bytes text = tok->kind[id] & SPECIAL ? (Bytes){0} : tok->text[id];
@@ -2660,7 +2657,8 @@ static bool writer_token(Writer *out, const Tokenizer *tok, int id) {
     out->trims &= text.n == 0;
     buffer_add(held, text);
     const Bytes stop = out->thinking ? (Bytes){0} : out->stop;
-    const size_t at = find_stop(bytes_of(held), stop);
+    size_t at = stop.n ? 0 : held->n;  // where the stop text begins, or may begin, or the end
+    while (at < held->n && memcmp(held->p + at, stop.p, min_size(stop.n, held->n - at)) != 0) at++;
     if (stop.n && held->n - at >= stop.n) {
         out->cut = held->n - at;
         held->n = at;
@@ -5472,6 +5470,8 @@ static void run_head(const Worker *me, int i) {
         const float *cos = me->p->cos + t * half, *sin = me->p->sin + t * half;
         if (bias) add(out, bias + head * head_dim, head_dim);
         if (!v) norm_and_rope(c, out, k ? me->w->k_norm : me->w->q_norm, cos, sin);
+        for (int j = 0; k && bias && c->cache_bits == 8 && j < head_dim; j++)
+            out[j] -= bias[head * head_dim + j];
         if (k || v) cache_store(me->p, pair_of(me, head), &me->p->rows[t], out, v);
     }
 }

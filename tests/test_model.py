@@ -208,6 +208,16 @@ def test_same_bits_however_cut(request, model, options, cache):
         assert output(*run, *options) == output(*run, "-C", cache, "-j", 1)
 
 
+def test_cache_of_8_bits_without_the_bias(tokenizer, tmp_path):
+    """Elements of the key's bias that are 200 times the rest, in pairs that rope hardly turns, cost nothing."""
+    bias = np.random.default_rng(1).standard_normal((4, 16), np.float32)
+    bias[:, 14:] = 200
+    large = {f"layers.{i}.self_attn.k_proj.bias": bias.ravel() for i in range(2)}
+    path = export(make_checkpoint(tmp_path / "hf", tokenizer, dim=128, qwen2=True, weights=large, seed=29), tmp_path / "model.bin")
+    losses = [perplexity(path, "-f", __file__, "-C", cache)[1] for cache in (32, 8)]
+    assert losses[0] != losses[1] and abs(losses[1] - losses[0]) < 0.0003                   # 0.002 with it
+
+
 def test_seed_repeats(small):
     """Each seed has a text of its own; without one, the statistics say which it was, and it is short."""
     run = (small, "-m", "generate", "-i", "the", "-n", 60, "-t", 1, "-k", 0, "-p", 1)
