@@ -424,8 +424,8 @@ static void norm_and_quantize(Model *m, const float *w) {
     quantize(s->h8, s->h, c->dim, c->group_size);
 }
 
-// With option -C 8, Part III's KV cache has k and v in 8 bits, in groups of 16: each token reads
-// them all, 0.31 of the bytes. Here x (n), k or v, stays floats, but becomes the same numbers.
+// With option -C 8, Part III's KV cache has k and v as int8 values, each 16 with a float scale: 20
+// bytes for each token to read, not 64. Here x (n), k or v, becomes the same floats, int8 * scale.
 static void round_to_int8(float *x, int n) {
     int8_t int8[16];
     float scale = 0;
@@ -443,7 +443,7 @@ static void norm_and_rope(const Config *c, float *x, const float *w, const float
 }
 
 // q = rope(rmsnorm(Wq h8)), k = rope(rmsnorm(Wk h8)), v = Wv h8; k and v go to the KV cache. Qwen2
-// and Qwen2.5 have no QK-norm, but biases: q = rope(Wq h8 + bq), and so on.
+// and Qwen2.5 have no QK-norm, but biases: q = rope(Wq h8 + bq), k alike, v = Wv h8 + bv.
 static void qkv(Model *m, int l, int pos) {
     const Config *c = &m->config;
     const Layer *layer = &m->weights.layers[l];
@@ -464,9 +464,9 @@ static void qkv(Model *m, int l, int pos) {
         norm_and_rope(c, k + i * c->head_dim, layer->k_norm, s->cos, s->sin);
     }
     if (c->cache_bits == 8) {
-        // Qwen2.5's bk has a few elements 100 times the rest, where rope hardly turns: their groups
-        // would be coarse. Without bk, a query's scores are all less by q . bk: the same softmax.
-        for (int i = 0; layer->bk && i < c->kv_dim; i++) k[i] -= layer->bk[i];
+        // Qwen2.5's bk has a few elements 100 times the rest, which would make their groups coarse.
+        // Rope hardly turns these: k - bk lacks them. Each score of q loses q . bk: softmax stays.
+        for (int i = 0; i < (layer->bk ? c->kv_dim : 0); i++) k[i] -= layer->bk[i];
         round_to_int8(k, c->kv_dim);
         round_to_int8(v, c->kv_dim);
     }

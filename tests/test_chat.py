@@ -153,7 +153,7 @@ def test_an_answer_that_repeats_itself_ends(chain, period):
         result = qwen3(*run)
         assert result.returncode == 0 and result.stdout.decode().rstrip("\n") == answer
         assert result.stderr.startswith(b"qwen3: answer: ended by repeating itself (%s) after %d tokens\n" % (HELP, length))
-        assert output(*run, "-b", 1) == result.stdout
+        assert output(*run, "-b", 1) == output(*run, "-C", 8) == result.stdout
         for n, tokens in ((-1, 400), (length + 50, length + 50)):
             assert len(output(*run, "-n", n)) >= tokens
     rows = output(model, "-L", "-", "-t", 0, "-s", 1, stdin=b'{"text":"x"}\n"x"\n').splitlines()

@@ -81,8 +81,8 @@ def test_same_bytes(tiny, n, cache):
         assert json.loads(line)["mass"] == json.loads(other)["mass"]
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_texts_that_begin_with_another_and_its_answer(tiny, seed):
+@pytest.mark.parametrize("seed, cache", [(0, 32), (1, 8)])
+def test_texts_that_begin_with_another_and_its_answer(tiny, seed, cache):
     """A given answer takes the place of the one before: whoever comes when, what lies behind the prompt is not shared."""
     r, answers = random.Random(seed), [
         " keeper who saw the wind and the harvest of the sea and the old man and the boat in the long night of the"
@@ -90,10 +90,11 @@ def test_texts_that_begin_with_another_and_its_answer(tiny, seed):
     prompt = " ".join(r.choices("the old sea wind and I think that".split(), k=r.randrange(8, 40)))
     others = [" ".join(r.choices("a b is the of".split(), k=r.randrange(1, 60))) for _ in range(11)]
     texts = [prompt, *others, *(prompt + r.choice(answers) + end for end in (" and then", " x y z", answers[0]) * 2)]
-    lines = run_list(tiny, texts, answers, "-m", "generate", "-b", 1)       # in one place
-    assert [lines[0]] == run_list(tiny, [prompt], answers, "-m", "generate")
+    run = ("-m", "generate", "-C", cache)
+    lines = run_list(tiny, texts, answers, *run, "-b", 1)       # in one place
+    assert [lines[0]] == run_list(tiny, [prompt], answers, *run)
     for batch in (3, 8, 40):
-        assert run_list(tiny, texts, answers, "-m", "generate", "-b", batch) == lines
+        assert run_list(tiny, texts, answers, *run, "-b", batch) == lines
 
 
 def test_one_text(tiny):
@@ -189,10 +190,11 @@ def test_prompts_run_once(tiny):
         assert run_list(tiny, texts, answers.split("|"), "-m", "generate", "-b", 1) == lines
 
 
-def test_one_text_with_more_answers_than_places(tiny):
+@pytest.mark.parametrize("cache", [32, 8])
+def test_one_text_with_more_answers_than_places(tiny, cache):
     """Behind thinking: what its place held is another's by then."""
     answers = "|".join(f"the {word} and" for word in "wind sea harvest story keeper light house name town day".split())
-    args = (tiny, "-r", 1, "-t", 0, "-s", 1, "-i", "What is my name?", "-o", answers)
+    args = (tiny, "-r", 1, "-t", 0, "-s", 1, "-i", "What is my name?", "-C", cache, "-o", answers)
     results = [qwen3(*args, "-b", batch) for batch in (1, 3, 512)]
     assert len({result.stdout for result in results}) == 1 and results[0].returncode == 0
     said = {re.sub(rb"at [\d.]+/s", b"", result.stderr) for result in results}
@@ -271,7 +273,7 @@ def test_a_rows_own_answers(tiny, table_model, tokenizer, exact):
 
 def test_own_answers_are_those_of_all(tiny):
     """In chat, with thinking or an answer that is begun, a row's own answers give what -o gives of the same ones."""
-    for options in (), ("-r", 1, "-s", 3), ("-r", 4, "-s", 2), ("-b", 3, "-i", "Is it?"):
+    for options in (), ("-r", 1, "-s", 3), ("-r", 4, "-s", 2, "-C", 8), ("-b", 3, "-i", "Is it?"):
         for begun in [], [{"role": "assistant", "content": "The"}]:
             row = {"messages": [{"role": "user", "content": "What is 3 + 4?"}, *begun], "own": ["7", "1", "10", " a sea"]}
             all_, = run_list(tiny, [json.dumps(row)], row["own"], *options, kind="-L")

@@ -124,8 +124,8 @@ def test_seeds(tiny, mode, seed):
     assert b"seeds %d to %d\n" % (seeds[0], seeds[3]) in error
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_not_finite(tokenizer, random_model, tmp_path, bad):
+@pytest.mark.parametrize("bad, cache", [(np.nan, 32), (np.nan, 8), (np.inf, 32)])
+def test_not_finite(tokenizer, random_model, tmp_path, bad, cache):
     """That text has no answer; others have theirs, also those that begin like it or share its block of the cache."""
     model = copy_model(random_model(tied=False), tmp_path)
     data = bytearray(model.read_bytes())
@@ -139,7 +139,7 @@ def test_not_finite(tokenizer, random_model, tmp_path, bad):
         texts[i] = b"a z b"
     texts[13:19] = [b"a common beginning of all" + end for end in (b"z b", b" Y", b" X", b"", b"zY", b" Z")]
     texts[20:23] = [b"What is the capital of France, " * 3 + end for end in (b"zebra", b"a", b"")]
-    args = (*GREEDY, "-n", 9)
+    args = (*GREEDY, "-n", 9, "-C", cache)
     for mode in "chat", "generate", "perplexity", "embed":
         lines, said = check(model, texts, *args, mode=mode)
         assert all("finite" in said[i + 1] for i in nulls) and lines[14] != b"null"

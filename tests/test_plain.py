@@ -55,7 +55,7 @@ def model(random_model):
 def test_same_bytes_of_answers_that_repeat_themselves(chain, tokens):
     """Alone, with a batch of one, in lists; thinking; and where -n lets it go on."""
     runs = [(["-t", "0", "-c", "0", *args, *options], stdin)
-            for options in ([], ["-n", "-1"], ["-b", "1"], ["-r", "300"], ["-o", "a|b"])
+            for options in ([], ["-n", "-1"], ["-C", "8"], ["-b", "1"], ["-r", "300"], ["-o", "a|b"])
             for args, stdin in ((["-i", "x"], b""), (["-l", "-"], b"x\nx y\n"), (["-L", "-"], b'{"a":1,"text":"x"}\n'))]
     assert compare(ROOT / "qwen3-plain", QWEN3, chain("Ċ", *tokens, max_len=700), runs) == {0}
 
@@ -81,7 +81,7 @@ def tensors(model):
 
 
 SPOILED = ["input_layernorm", "post_attention", "norm.weight", "q_norm", "embed_tokens", "q_proj.weight", "k_proj.weight",
-           "v_proj.weight", "o_proj", "gate_proj", "down_proj", "up_proj", "lm_head", "q_proj.bias", "v_proj.bias", "mlp.gate.weight"]
+           "v_proj.weight", "o_proj", "gate_proj", "down_proj", "up_proj", "lm_head", "q_proj.bias", "k_proj.bias", "v_proj.bias", "mlp.gate.weight"]
 
 
 def spoil(model, path, value, z, kinds=tuple(SPOILED)):

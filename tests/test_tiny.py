@@ -165,7 +165,7 @@ STORY = "Once upon a time there was a cat. The cat was red. The cat was red. "
 
 
 @pytest.mark.parametrize("options", [
-    (), ("-c", 133), *[pytest.param(o, marks=pytest.mark.slow) for o in (
+    (), ("-c", 133), ("-C", 8), *[pytest.param(o, marks=pytest.mark.slow) for o in (
         ("-t", 0), ("-t", 0.3), ("-t", 2), ("-t", 1, "-k", 2, "-p", 1), ("-t", 0, "-a", 1.5),
         ("-t", 0.7, "-a", 0.1), ("-n", 77), ("-j", 3))]], ids=lambda o: " ".join(map(str, o)))
 @pytest.mark.parametrize("prompt", [
