@@ -593,7 +593,7 @@ static void test_attention_one_hot(void) {
 static void test_batches(void) {
     int tokens[60];
     for (int i = 0; i < 60; i++) tokens[i] = below(77);
-    for (int head_dim = 32; head_dim <= 96; head_dim += 16) {  // 48, 80: no whole vectors
+    for (int head_dim = 32; head_dim <= 112; head_dim += 16) {  // 48, 80, 112: no whole vectors
         const Kind kind = head_dim == 48 || head_dim == 64 ? QWEN2 : head_dim == 80 ? EXPERTS : QWEN3;
         const int bits = head_dim % 32 ? 8 : 32;
         uint64_t same = rng;

@@ -81,7 +81,7 @@ def test_same_bytes(tiny, n, cache):
         assert json.loads(line)["mass"] == json.loads(other)["mass"]
 
 
-@pytest.mark.parametrize("seed, cache", [(0, 32), (1, 8)])
+@pytest.mark.parametrize("seed, cache", [(0, 32), (1, 32), (1, 8)])
 def test_texts_that_begin_with_another_and_its_answer(tiny, seed, cache):
     """A given answer takes the place of the one before: whoever comes when, what lies behind the prompt is not shared."""
     r, answers = random.Random(seed), [
@@ -273,7 +273,7 @@ def test_a_rows_own_answers(tiny, table_model, tokenizer, exact):
 
 def test_own_answers_are_those_of_all(tiny):
     """In chat, with thinking or an answer that is begun, a row's own answers give what -o gives of the same ones."""
-    for options in (), ("-r", 1, "-s", 3), ("-r", 4, "-s", 2, "-C", 8), ("-b", 3, "-i", "Is it?"):
+    for options in (), ("-r", 1, "-s", 3), ("-r", 4, "-s", 2), ("-r", 4, "-s", 2, "-C", 8), ("-b", 3, "-i", "Is it?"):
         for begun in [], [{"role": "assistant", "content": "The"}]:
             row = {"messages": [{"role": "user", "content": "What is 3 + 4?"}, *begun], "own": ["7", "1", "10", " a sea"]}
             all_, = run_list(tiny, [json.dumps(row)], row["own"], *options, kind="-L")

@@ -124,7 +124,7 @@ def test_seeds(tiny, mode, seed):
     assert b"seeds %d to %d\n" % (seeds[0], seeds[3]) in error
 
 
-@pytest.mark.parametrize("bad, cache", [(np.nan, 32), (np.nan, 8), (np.inf, 32)])
+@pytest.mark.parametrize("bad, cache", [(np.nan, 32), (np.nan, 8), (np.inf, 32), (np.inf, 8)])
 def test_not_finite(tokenizer, random_model, tmp_path, bad, cache):
     """That text has no answer; others have theirs, also those that begin like it or share its block of the cache."""
     model = copy_model(random_model(tied=False), tmp_path)

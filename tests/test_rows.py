@@ -151,11 +151,11 @@ ROWS = [b'{"id":1,"text":"What is the capital of France?"}', b'"Hello"', b"no", 
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", ["-l", "-L"])
-def test_goes_on_at_any_byte(small, tiny, tmp_path, mode, kind):
+@pytest.mark.parametrize("kind, cache", [("-l", ()), ("-L", ()), ("-L", ("-C", "8"))])
+def test_goes_on_at_any_byte(small, tiny, tmp_path, mode, kind, cache):
     """Whatever the end of FILE, the whole is what an uninterrupted run writes; so at each byte of it."""
     model = small if mode in ("tokenize", "perplexity", "embed") else tiny
-    args = [model, "-m", mode, "-q", *["-s", "5", "-n", "5"] * (mode in ("chat", "generate")), *["-C", "8"] * (kind == "-L" and mode != "tokenize")]
+    args = [model, "-m", mode, "-q", *["-s", "5", "-n", "5"] * (mode in ("chat", "generate")), *cache]
     path, out = write_list(tmp_path / "list", ROWS), tmp_path / "out"
     whole = qwen3(*args, kind, path)
     expected = whole.stdout
