@@ -76,18 +76,18 @@
    lists and -C 8, for debuggers and tests. A port begins with it, and needs "SIMD primitives".
 
    Part I, the model              Part II, the program                      Part III, the machine
-     Types, with their shapes       Errors and memory     Table of options      SIMD primitives
-     Math                           The model file        Checks and notices    Vector math
-     Quantization, matrix product   The tokenizer file    Results, an answer    The KV cache
-     Embedding and rope             Unicode, merging      Turns                 Threads
-     Attention                      Modes                 Lines of input        Workers
-     The feed-forward network       Texts and places      Conversations         Matrix products
-     The whole model                Many texts at once    Starting a run        Attention
-     Text to tokens                 Drafts, a pass        Raw texts             The work of a layer
-     The sampler                    Writing               JSON                  The memory of a run
-     The main loop                  Thinking              Lists                 POSIX and Windows
-     The chat format                Given answers         Going on with a list
-                                    Requests              Options, main                           */
+     Types, with their shapes       Errors and memory     Checks and notices    SIMD primitives
+     Math                           The model file        Results, an answer    Vector math
+     Quantization, matrix product   The tokenizer file    Turns                 The KV cache
+     Embedding and rope             Unicode, merging      Lines of input        Threads
+     Attention                      Modes, options        Conversations         Workers
+     The feed-forward network       Texts and places      Starting a run        Matrix products
+     The whole model                Many texts at once    Raw texts             Attention
+     Text to tokens                 Drafts, a pass        JSON                  The work of a layer
+     The sampler                    Writing               Lists                 The memory of a run
+     The main loop                  Thinking              Going on with a list  POSIX and Windows
+     The chat format                Given answers         main
+                                    Requests                                                    */
 
 #if __SIZEOF_POINTER__ < 8 || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "qwen3.c needs a 64-bit little-endian machine: models are mapped as they are"
@@ -2131,6 +2131,220 @@ static const struct {
     [OWN_CHOICES] = {NULL, true, 1, {"choice", "p", "mass", "nll", "tokens", "error"}}};
 
 // ------------------------------------------------------------------------------------------------
+// Options: what the command line says
+
+typedef struct {  // of the command line. Not given: NULL, or -1 without a default
+    const char *model, *text, *file, *list, *json_list, *out, *system, *stop, *answers;
+    const char *member;    // NAME, if `answers` is @NAME
+    int mode, think, top_k, context, cache_bits, batch, threads;
+    int n;                 // -1: no limit, -2: none, but repeats end an answer
+    float temperature, top_p, presence, repetition;
+    unsigned long long seed;
+    int given[256];        // how often an option of this letter was given
+} Options;
+
+static const char usage[] =  // after the line of --version
+    "Runs Qwen3 language models. MODEL is a .bin file made by export.py.\n"
+    "usage: qwen3 MODEL [options]\n"
+    "\n"
+    "  -i TEXT    the prompt; without -i and -f a terminal chats; a pipe is a prompt\n"
+    "  -f FILE    the prompt is FILE's text (- is stdin), after -i and an empty line\n"
+    "  -l FILE    a list: each line of FILE (- is stdin) is a text, each answer a line\n"
+    "  -L FILE    the same, where a line is JSON: a text, an array of messages, or an\n"
+    "             object with \"text\" or \"messages\", which comes back with the answer\n"
+    "  -w FILE    the list's answers go to FILE; after a cut the same command goes on\n"
+    "  -m MODE    chat, generate (raw text), embed, tokenize, perplexity [the model's]\n"
+    "  -y TEXT    system prompt (chat) [none]\n"
+    "  -r 0|1|N   thinking off, on, or on for at most N tokens (chat) [0]\n"
+    "  -o TEXT|TEXT...  how likely each of these answers is; the likeliest is written\n"
+    "  -o @NAME   with -L: the same of the answers in each object's array NAME\n"
+    "  -t FLOAT   temperature, 0 is greedy [the checkpoint's; without thinking 0.7]\n"
+    "  -p FLOAT   top-p, above 0 and up to 1 [the checkpoint's; without thinking 0.8]\n"
+    "  -k INT     top-k, 0 is off [the checkpoint's; without thinking 20]\n"
+    "  -a FLOAT   presence penalty on tokens already generated, 0 to 2 [0]\n"
+    "  -e FLOAT   repetition penalty, 1 is off [the checkpoint's]\n"
+    "  -x TEXT    end the answer before TEXT (chat, generate) [none]\n"
+    "  -s INT     random seed, 64 bits [from the clock, below 1000000; with -w 0]\n"
+    "  -n INT     most new tokens per answer, -1: no limit [until it repeats itself]\n"
+    "  -c INT     context in tokens, 0 is the model's [what a quarter of the memory\n"
+    "             holds, at least 4096, at most the model's; perplexity 4096]\n"
+    "  -C 32|8    bits of a number in its cache; 8: less memory, long texts faster [32]\n"
+    "  -b INT     prompt tokens per pass, 1 to 512; never changes the output [512]\n"
+    "  -j INT     threads; never changes the output [all cores this process may use]\n"
+    "  -q         nothing on stderr but errors\n"
+    "  -v         also settings and the prompt's ids; with -m tokenize, a line a token\n"
+    "  -h, --version\n"
+    "\n"
+    "A prompt from both: ls -l | qwen3 model.bin -i \"Which file is the largest?\" -f -\n"
+    "-m chat on a pipe: each line is a turn. The model's text goes to stdout, all else\n"
+    "to stderr. Exit: 0 success, 1 file, memory, model, 2 usage error, 130 Ctrl-C.\n";
+
+typedef struct {
+    char letter;
+    enum { TEXT, MODE, INTEGER, REAL, SEED } type;
+    size_t place;           // in Options
+    enum { ALWAYS, ANSWERS, CHATS } counts;  // where: else a notice says that it has no effect
+    double low, high;       // limits of the value; of a TEXT or SEED, of its number of bytes
+    const char *expected;   // what the value should be; NULL: a number from low to high
+    const char *others;     // what other programs call it, each name between spaces
+} Option;
+
+#define PLACE(name) offsetof(Options, name)
+enum { LONGEST_PATH = 4000 };
+
+static const Option options[] = {  // those with a value
+    {'i', TEXT, PLACE(text), ALWAYS, 0, INT_MAX, NULL, " prompt input "},
+    {'f', TEXT, PLACE(file), ALWAYS, 1, LONGEST_PATH, "a file's name, or -", " file prompt-file "},
+    {'l', TEXT, PLACE(list), ALWAYS, 1, LONGEST_PATH, "a file's name, or -", " list batch "},
+    {'L', TEXT, PLACE(json_list), ALWAYS, 1, LONGEST_PATH, "a file's name, or -", NULL},
+    {'w', TEXT, PLACE(out), ALWAYS, 1, LONGEST_PATH, "a file's name", " output output-file "},
+    {'m', MODE, PLACE(mode), ALWAYS, 0, N_MODES - 1,
+     "chat, generate, embed, tokenize or perplexity (MODEL goes without -m)", " mode "},
+    {'y', TEXT, PLACE(system), CHATS, 0, INT_MAX, NULL, " system system-prompt sys "},
+    {'r', INTEGER, PLACE(think), CHATS, 0, INT_MAX,
+     "0 (off), 1 (on) or N (on, for at most N tokens)", " reasoning-budget thinking-budget "},
+    {'o', TEXT, PLACE(answers), ALWAYS, 0, INT_MAX, NULL, " choices "},
+    {'t', REAL, PLACE(temperature), ANSWERS, 0, 1000, NULL, " temp temperature "},
+    {'p', REAL, PLACE(top_p), ANSWERS, 1e-30, 1, "above 0 and up to 1 (a prompt goes with -i)",
+     " top-p "},
+    {'k', INTEGER, PLACE(top_k), ANSWERS, 0, INT_MAX, NULL, " top-k "},
+    {'a', REAL, PLACE(presence), ANSWERS, 0, 2, NULL, " presence-penalty "},
+    {'e', REAL, PLACE(repetition), ANSWERS, 0.01, 100, NULL, " repeat-penalty repetition-penalty "},
+    {'x', TEXT, PLACE(stop), ANSWERS, 1, INT_MAX, "a text, not empty", " stop reverse-prompt "},
+    {'s', SEED, PLACE(seed), ANSWERS, 0, INT_MAX, "a 64-bit integer", " seed "},
+    {'n', INTEGER, PLACE(n), ANSWERS, -1, INT_MAX, NULL,
+     " n-predict predict num-predict max-tokens max-new-tokens max-completion-tokens "},
+    {'c', INTEGER, PLACE(context), ALWAYS, 0, INT_MAX, NULL,
+     " ctx-size num-ctx context max-model-len "},
+    {'C', INTEGER, PLACE(cache_bits), ALWAYS, 8, 32, "8 or 32",
+     " cache-type-k cache-type-v ctk ctv kv-cache-dtype cache-bits kv-bits "},
+    {'b', INTEGER, PLACE(batch), ALWAYS, 1, 512, NULL, " batch-size "},
+    {'j', INTEGER, PLACE(threads), ALWAYS, 1, 1024, NULL, " threads "},
+};
+enum { N_OPTIONS = sizeof(options) / sizeof(*options) };
+
+static bool is_list(const Options *o) { return o->list || o->json_list; }
+static bool is_seeded(const Options *o) { return o->given['s'] || o->out; }  // not by the clock
+
+static const struct { const char *others, *here; } hints[] = {
+    {" model model-path ", "MODEL without an option"}, {" quiet silent ", "-q"},
+    {" think thinking enable-thinking reasoning ", "-r 1, or -r N for at most N tokens"},
+    {" no-think no-thinking nothink hidethinking ", "-r 0"}, {" verbose ", "-v"},
+    {" json jsonl grammar grammar-file json-schema format response-format ", "-o 'TEXT|TEXT', "
+     "-L FILE (a list in JSON), or for JSON an answer that is begun: .github/RECIPES.md"},
+    {" chat-template chat-template-file ", "it in the model: export.py has --chat-template FILE"},
+    {" chat conversation cnv interactive ", "nothing: without -i and -f it chats"},
+    {" embedding embeddings ", "-m embed"}, {" stream ", "nothing: answers come as they are made"},
+    {" ng ngl gpu-layers n-gpu-layers device ", "nothing: all runs on the CPU"}};
+
+// Returns whether an argument's name, up to =, is one of these words; its _ count as -.
+static bool is_called(const char *arg, const char *words) {
+    const char *start = arg + strspn(arg, "-");
+    char name[64];
+    snprintf(name, sizeof(name), " %.*s ", (int)strcspn(start, "="), start);
+    for (char *c = name; *c; c++) *c = *c == '_' ? '-' : *c;
+    return words && strstr(words, name);
+}
+
+// Returns the option of this name. If there is none, ends the program and names the likely mistake.
+static const Option *option_named(const char *arg) {
+    for (size_t i = 0; i < N_OPTIONS; i++) {
+        const char letter = options[i].letter;
+        const bool begins = arg[1] == letter;
+        if (begins && !arg[2]) return &options[i];
+        if (begins && strchr("0123456789.-=", arg[2]))
+            die_usage("%.80s: unknown option, expected a space: -%c %.80s", arg, letter,
+                      arg + 2 + (arg[2] == '='));
+        if (is_called(arg, options[i].others))
+            die_usage("%.80s: unknown option, expected -%c; -h lists all", arg, letter);
+    }
+    for (size_t i = 0; i < sizeof(hints) / sizeof(*hints); i++)
+        if (is_called(arg, hints[i].others))
+            die_usage("%.80s: unknown option, expected %s", arg, hints[i].here);
+    die_usage("%.80s: unknown option, expected one that -h lists, each by itself", arg);
+}
+
+// An argument that is no option, and stands after `before`, is MODEL. Else it ends the program.
+static void set_model(Options *o, const char *arg, const char *before) {
+    const char *odd = *arg == '\xE2' ? arg : *before == '\xE2' ? before : NULL;  // U+2000 to U+2FFF
+    if (odd) die_usage("%.80s: begins with a typographic dash or quote, expected - or \"", odd);
+    if (o->model)
+        die_usage("%.80s: unexpected, as MODEL is \"%.99s\"; a prompt goes with -i, in quotes: "
+                  "-i \"%.80s\"", arg, o->model, arg);
+    o->model = arg;
+}
+
+// Sets an option, or ends the program if it can't have this value, or has none.
+static void set_option(Options *o, const Option *option, const char *value) {
+    if (!value) die_usage("-%c: alone, expected a value after it", option->letter);
+    void *place = (char *)o + option->place;
+    char *end = NULL;
+    double number = strlen(value);  // of a TEXT or SEED; of the others the value
+    errno = 0;
+    if (option->type == TEXT) *(const char **)place = value;
+    else if (option->type == INTEGER) number = strtoll(value, &end, 10);
+    else if (option->type == REAL) number = strtod(value, &end);
+    else if (option->type == MODE)
+        for (number = 0; number < N_MODES && strcmp(value, modes[(int)number].name);) number++;
+    else if (*value == '-') o->seed = strtoll(value, &end, 10);
+    else o->seed = strtoull(value, &end, 10);
+    const bool in_range = number >= option->low && number <= option->high;
+    if (!in_range || end == value || (end && *end) || (option->type == SEED && errno))
+        die_usage("-%c: bad value, expected %s, found \"%.80s\"%s", option->letter,
+                  option->expected ? option->expected
+                                   : say("%.10g to %.10g", option->low, option->high), value,
+                  option->type == REAL && strchr(value, ',') ? "; a point parts decimals" : "");
+    if (option->type == REAL) *(float *)place = (float)number;
+    if (option->type == MODE || option->type == INTEGER) *(int *)place = (int)number;
+}
+
+// Finds the NAME of -o @NAME. Ends the program if -o can have no effect.
+static void check_answers(Options *o) {
+    const char *text = o->answers;
+    o->member = *text == '@' && !strchr(text, '|') ? text + 1 : NULL;
+    if (o->member && (!o->json_list || !*o->member))
+        die_usage("-o %s: expected -L FILE, whose objects have this member", text);
+    if (o->mode >= 0 && !modes[o->mode].has_answers)
+        die_usage("-o: -m %s has no answers", modes[o->mode].name);
+    if (!o->text && !o->file && !is_list(o))
+        die_usage("-o: a conversation, expected -i TEXT, -f FILE (- is stdin) or a list");
+}
+
+static Options parse_options(int argc, char **argv) {
+    Options o = {.mode = -1, .think = -1, .temperature = -1, .top_p = -1, .top_k = -1, .n = -2,
+                 .repetition = -1, .context = -1, .cache_bits = 32, .batch = 512, .threads = -1,
+                 .seed = (uint64_t)(now() * 1e6) % 1000000};
+    for (int i = 1; i < argc; i++) {
+        const char *arg = argv[i];
+        const bool help = !strcmp(arg, "-h") || !strcmp(arg, "--help") || !strcmp(arg, "-help");
+        if (help || !strcmp(arg, "--version")) {
+            write_stdout(bytes(version()));
+            if (help) write_stdout(bytes(usage));
+            exit(EXIT_SUCCESS);
+        }
+        if (arg[0] == '-' && arg[1] && !arg[2] && o.given[(uint8_t)arg[1]]++)
+            die_usage("%s: given twice, expected once", arg);
+        if (!strcmp(arg, "-q")) quiet = true;
+        else if (arg[0] != '-') set_model(&o, arg, argv[i - 1]);
+        else if (strcmp(arg, "-v")) set_option(&o, option_named(arg), argv[++i]);  // NULL: the end
+    }
+    if (!o.model || !*o.model || strlen(o.model) > LONGEST_PATH)
+        die_usage("MODEL: missing or too long, expected a .bin file; -h shows more");
+    for (const char *p = "qv lL lf Lf lv Lv ox "; *p; p += 3)  // pairs that exclude each other
+        if (o.given[(uint8_t)p[0]] && o.given[(uint8_t)p[1]])
+            die_usage("-%c, -%c: both given, expected one of them", p[0], p[1]);
+    if (o.cache_bits != 8 && o.cache_bits != 32)
+        die_usage("-C: bad value, expected 8 or 32, found \"%d\"", o.cache_bits);
+    if (o.out && (!is_list(&o) || !strcmp(o.out, "-")))
+        die_usage("-w: expected a file's name, and -l or -L");
+    const bool asks_stdin = !o.text && !o.file && !is_list(&o) && o.mode != CHAT;
+    if (asks_stdin && !is_terminal(STDIN_FILENO)) o.file = "-";  // a pipe
+    if (o.out && !o.given['s']) o.seed = 0;
+    if (o.answers) check_answers(&o);
+    return o;
+}
+
+// ------------------------------------------------------------------------------------------------
 // Texts and places. A text waits, runs, ends. It has a place until a newer one needs it. The order:
 //
 //   0            n_running         n_texts             most_texts
@@ -2186,17 +2400,6 @@ typedef struct Slot {  // what Part II keeps of a text, beside Text
     int right;         // of these, so many have been drawn
 } Slot;
 
-typedef struct {  // of the command line (see options). Not given: NULL, or -1 without a default
-    const char *model, *text, *file, *list, *json_list, *out, *system, *stop, *answers;
-    Choices choices;       // the TEXTs of `answers`; with -o @NAME those of the next row
-    const char *member;    // this NAME
-    int mode, think, top_k, context, cache_bits, batch, threads;
-    int n;                 // -1: no limit, -2: none, but repeats end an answer
-    float temperature, top_p, presence, repetition;
-    unsigned long long seed;
-    int given[256];        // how often an option of this letter was given
-} Options;
-
 typedef struct Engine {  // the program's state
     Options options;
     Model model;
@@ -2221,7 +2424,8 @@ typedef struct Engine {  // the program's state
     int budget;        // the maximum number of tokens of thinking (-r), INT_MAX: no limit
     Ids budget_text;   // what ends thinking that has reached it
     Ids after_think;   // what follows </think> before given answers
-    size_t reserve;    // tokens that must fit after a prompt: an end of thinking, a given answer
+    Choices next;      // the given answers of the next text: of -o, or with -o @NAME of its row
+    size_t reserve;    // tokens that must fit after that text: an end of thinking, a given answer
     // Many texts at once only:
     int needed;        // rows of this pass that get logits
     double *row_nll;   // (logit_rows) -log(probability) of the id after each, if it is there
@@ -2737,6 +2941,22 @@ static void add_choice(Choices *all, Bytes text) {
     buffer_add(&all->p[all->n++].text, text);
 }
 
+// Splits -o into the given answers of all texts, or ends the program if they can't be such.
+static void split_answers(Engine *e) {
+    const char *text = e->options.member ? NULL : e->options.answers;
+    for (size_t n; text; text = text[n] ? text + n + 1 : NULL) {
+        n = strcspn(text, "|");
+        const Bytes choice = {(const uint8_t *)text, n};
+        if (n == 0) die_usage("-o: an empty answer, expected TEXT|TEXT...");
+        if (find_bad_byte(choice) < n) die_usage("-o: bytes that are no text, expected UTF-8");
+        for (int i = 0; i < e->next.n; i++)
+            if (bytes_equal(bytes_of(&e->next.p[i].text), choice))
+                die_usage("-o: the answer %.*s twice, expected different ones", (int)n, text);
+        add_choice(&e->next, choice);
+    }
+    if (e->next.n == 1) die_usage("-o: one answer, expected several: TEXT|TEXT...");
+}
+
 // Returns a text without the blanks at its end, U+3000 and the like, too.
 static Bytes strip_end(const Tokenizer *tok, Bytes text) {
     size_t end = 0;
@@ -2753,7 +2973,7 @@ static Bytes strip_end(const Tokenizer *tok, Bytes text) {
 // prompt's. (encode_text has left out its last blanks.) Returns an error, or NULL.
 static const char *encode_choices(Engine *e, Bytes prompt, const Ids *ids) {
     const Tokenizer *tok = &e->tokenizer;
-    Choices *all = &e->options.choices;
+    Choices *all = &e->next;
     size_t longest = 0;
     if (all->n == 0) return NULL;  // reserve stays 0
     const size_t copied = !ids ? 0 : strip_end(tok, prompt).n ? tok->prefix.n : ids->n;
@@ -2883,7 +3103,7 @@ static Text *add_text(Engine *e, const Ids *prompt, uint64_t rng, bool goes_on) 
     const size_t n = prompt->n, vocab_size = e->tokenizer.vocab_size;
     const size_t context = e->model.state.context;
     const size_t kept = e->kind >= CHOICES ? min_size(context, e->reserve + 1) : 0;  // + a last id
-    Options *o = &e->options;
+    const Options *o = &e->options;
     Slot *slot = t->slot;
     Ids *all = &slot->own.all;
     const Choices last = slot->own.choices;
@@ -2894,9 +3114,9 @@ static Text *add_text(Engine *e, const Ids *prompt, uint64_t rng, bool goes_on) 
     memcpy(all->p, prompt->p, n * sizeof(int));
     all->n = n;
     slot->own.out.n = 0;
-    slot->own.nll = grow(slot->own.nll, &slot->own.nll_cap, 0, o->choices.n, sizeof(double));
-    slot->own.choices = o->choices;
-    if (e->kind == OWN_CHOICES) o->choices = last;  // the next text's use this memory
+    slot->own.nll = grow(slot->own.nll, &slot->own.nll_cap, 0, e->next.n, sizeof(double));
+    slot->own.choices = e->next;
+    if (e->kind == OWN_CHOICES) e->next = last;  // its memory serves the row after this one
     *slot = (Slot){.engine = e, .own = slot->own, .start = now(), .closed_by = NOT_CLOSED,
                    .choice = THINKS, .asker = slot};
     *t = (Text){.ids = *all, .target = n, .n_prompt = n, .context = context - kept,
@@ -2933,56 +3153,6 @@ static bool end_text(Engine *e, Text *t) {
     else remove_text(e, t);
     return !more;
 }
-
-// ------------------------------------------------------------------------------------------------
-// Table of options: those with a value, where it goes, and what it may be
-
-typedef struct {
-    char letter;
-    enum { TEXT, MODE, INTEGER, REAL, SEED } type;
-    size_t place;           // in Options
-    enum { ALWAYS, ANSWERS, CHATS } counts;  // where: else a notice says that it has no effect
-    double low, high;       // limits of the value; of a TEXT or SEED, of its number of bytes
-    const char *expected;   // what the value should be; NULL: a number from low to high
-    const char *others;     // what other programs call it, each name between spaces
-} Option;
-
-#define PLACE(name) offsetof(Options, name)
-enum { LONGEST_PATH = 4000 };
-
-static const Option options[] = {  // those with a value
-    {'i', TEXT, PLACE(text), ALWAYS, 0, INT_MAX, NULL, " prompt input "},
-    {'f', TEXT, PLACE(file), ALWAYS, 1, LONGEST_PATH, "a file's name, or -", " file prompt-file "},
-    {'l', TEXT, PLACE(list), ALWAYS, 1, LONGEST_PATH, "a file's name, or -", " list batch "},
-    {'L', TEXT, PLACE(json_list), ALWAYS, 1, LONGEST_PATH, "a file's name, or -", NULL},
-    {'w', TEXT, PLACE(out), ALWAYS, 1, LONGEST_PATH, "a file's name", " output output-file "},
-    {'m', MODE, PLACE(mode), ALWAYS, 0, N_MODES - 1,
-     "chat, generate, embed, tokenize or perplexity (MODEL goes without -m)", " mode "},
-    {'y', TEXT, PLACE(system), CHATS, 0, INT_MAX, NULL, " system system-prompt sys "},
-    {'r', INTEGER, PLACE(think), CHATS, 0, INT_MAX,
-     "0 (off), 1 (on) or N (on, for at most N tokens)", " reasoning-budget thinking-budget "},
-    {'o', TEXT, PLACE(answers), ALWAYS, 0, INT_MAX, NULL, " choices "},
-    {'t', REAL, PLACE(temperature), ANSWERS, 0, 1000, NULL, " temp temperature "},
-    {'p', REAL, PLACE(top_p), ANSWERS, 1e-30, 1, "above 0 and up to 1 (a prompt goes with -i)",
-     " top-p "},
-    {'k', INTEGER, PLACE(top_k), ANSWERS, 0, INT_MAX, NULL, " top-k "},
-    {'a', REAL, PLACE(presence), ANSWERS, 0, 2, NULL, " presence-penalty "},
-    {'e', REAL, PLACE(repetition), ANSWERS, 0.01, 100, NULL, " repeat-penalty repetition-penalty "},
-    {'x', TEXT, PLACE(stop), ANSWERS, 1, INT_MAX, "a text, not empty", " stop reverse-prompt "},
-    {'s', SEED, PLACE(seed), ANSWERS, 0, INT_MAX, "a 64-bit integer", " seed "},
-    {'n', INTEGER, PLACE(n), ANSWERS, -1, INT_MAX, NULL,
-     " n-predict predict num-predict max-tokens max-new-tokens max-completion-tokens "},
-    {'c', INTEGER, PLACE(context), ALWAYS, 0, INT_MAX, NULL,
-     " ctx-size num-ctx context max-model-len "},
-    {'C', INTEGER, PLACE(cache_bits), ALWAYS, 8, 32, "8 or 32",
-     " cache-type-k cache-type-v ctk ctv kv-cache-dtype cache-bits kv-bits "},
-    {'b', INTEGER, PLACE(batch), ALWAYS, 1, 512, NULL, " batch-size "},
-    {'j', INTEGER, PLACE(threads), ALWAYS, 1, 1024, NULL, " threads "},
-};
-enum { N_OPTIONS = sizeof(options) / sizeof(*options) };
-
-static bool is_list(const Options *o) { return o->list || o->json_list; }
-static bool is_seeded(const Options *o) { return o->given['s'] || o->out; }  // not by the clock
 
 // ------------------------------------------------------------------------------------------------
 // Checks and notices: what is wrong with a prompt, and what is worth knowing before it runs. A
@@ -3057,7 +3227,7 @@ static void show_settings(const Engine *e) {
 // Says once if a TEXT, and if a prompt before TEXTs has a blank where answers mostly have none.
 static void check_blanks(Engine *e) {
     const Tokenizer *tok = &e->tokenizer;
-    const Choices *all = &e->options.choices;
+    const Choices *all = &e->next;
     const bool raw = e->mode == GENERATE;
     const Bytes last = e->prompt.n ? tok->text[e->prompt.p[e->prompt.n - 1]] : (Bytes){0};
     for (int i = 0; i < all->n; i++) {
@@ -3730,7 +3900,7 @@ static void load_model(Engine *e) {
         die("%s: missing, expected beside the model, where export.py writes it", file);
     tokenizer_load(&e->tokenizer, file, c->vocab_size);
     e->mode = o->mode < 0 ? e->tokenizer.tables->mode : (Mode)o->mode;
-    e->kind = o->member ? OWN_CHOICES : o->choices.n ? CHOICES : (int)e->mode;
+    e->kind = o->member ? OWN_CHOICES : o->answers ? CHOICES : (int)e->mode;
     e->most_texts = is_list(o) || o->answers ? min_int(MOST_TEXTS, o->batch) : 1;
     c->cache_bits = o->cache_bits;
     if (c->cache_bits == 8 && c->head_dim % 16)
@@ -4173,7 +4343,6 @@ static const char *take_line(List *l, Bytes *line) {
 static const char *encode_line(List *l, Bytes line) {
     static const char too_long[] = "too long, expected at most 1 GB, less where memory is small";
     Engine *e = l->e;
-    Options *o = &e->options;
     Ids *ids = &e->prompt;
     const Json object = {.rest = line, .n = line.n, .text = &e->input};
     const bool chat = e->mode == CHAT, own = e->kind == OWN_CHOICES;
@@ -4181,11 +4350,11 @@ static const char *encode_line(List *l, Bytes line) {
     if (line.n > l->in.most) return too_long;
     const char *error = take_line(l, &line);
     if (own) e->reserve = 0;  // not known yet
-    if (!error && own) error = take_choices(object, o->member, &o->choices);
+    if (!error && own) error = take_choices(object, e->options.member, &e->next);
     if (error) return error;
     size_t size = 0;
     for (size_t i = 0; i < talk->n; i++) size += talk->p[i].text.n;
-    if (own && (size + 100.0) * o->choices.n > l->in.most) return too_long;  // encoded with each
+    if (own && (size + 100.0) * e->next.n > l->in.most) return too_long;  // encoded with each
     error = wrong_length(e, size, NULL);
     if (error) return error;
     ids->n = 0;
@@ -4361,181 +4530,12 @@ static List *open_list(Engine *e) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Options: what the command line says
-
-static const char usage[] =  // after the line of --version
-    "Runs Qwen3 language models. MODEL is a .bin file made by export.py.\n"
-    "usage: qwen3 MODEL [options]\n"
-    "\n"
-    "  -i TEXT    the prompt; without -i and -f a terminal chats; a pipe is a prompt\n"
-    "  -f FILE    the prompt is FILE's text (- is stdin), after -i and an empty line\n"
-    "  -l FILE    a list: each line of FILE (- is stdin) is a text, each answer a line\n"
-    "  -L FILE    the same, where a line is JSON: a text, an array of messages, or an\n"
-    "             object with \"text\" or \"messages\", which comes back with the answer\n"
-    "  -w FILE    the list's answers go to FILE; after a cut the same command goes on\n"
-    "  -m MODE    chat, generate (raw text), embed, tokenize, perplexity [the model's]\n"
-    "  -y TEXT    system prompt (chat) [none]\n"
-    "  -r 0|1|N   thinking off, on, or on for at most N tokens (chat) [0]\n"
-    "  -o TEXT|TEXT...  how likely each of these answers is; the likeliest is written\n"
-    "  -o @NAME   with -L: the same of the answers in each object's array NAME\n"
-    "  -t FLOAT   temperature, 0 is greedy [the checkpoint's; without thinking 0.7]\n"
-    "  -p FLOAT   top-p, above 0 and up to 1 [the checkpoint's; without thinking 0.8]\n"
-    "  -k INT     top-k, 0 is off [the checkpoint's; without thinking 20]\n"
-    "  -a FLOAT   presence penalty on tokens already generated, 0 to 2 [0]\n"
-    "  -e FLOAT   repetition penalty, 1 is off [the checkpoint's]\n"
-    "  -x TEXT    end the answer before TEXT (chat, generate) [none]\n"
-    "  -s INT     random seed, 64 bits [from the clock, below 1000000; with -w 0]\n"
-    "  -n INT     most new tokens per answer, -1: no limit [until it repeats itself]\n"
-    "  -c INT     context in tokens, 0 is the model's [what a quarter of the memory\n"
-    "             holds, at least 4096, at most the model's; perplexity 4096]\n"
-    "  -C 32|8    bits of a number in its cache; 8: less memory, long texts faster [32]\n"
-    "  -b INT     prompt tokens per pass, 1 to 512; never changes the output [512]\n"
-    "  -j INT     threads; never changes the output [all cores this process may use]\n"
-    "  -q         nothing on stderr but errors\n"
-    "  -v         also settings and the prompt's ids; with -m tokenize, a line a token\n"
-    "  -h, --version\n"
-    "\n"
-    "A prompt from both: ls -l | qwen3 model.bin -i \"Which file is the largest?\" -f -\n"
-    "-m chat on a pipe: each line is a turn. The model's text goes to stdout, all else\n"
-    "to stderr. Exit: 0 success, 1 file, memory, model, 2 usage error, 130 Ctrl-C.\n";
-
-static const struct { const char *others, *here; } hints[] = {
-    {" model model-path ", "MODEL without an option"}, {" quiet silent ", "-q"},
-    {" think thinking enable-thinking reasoning ", "-r 1, or -r N for at most N tokens"},
-    {" no-think no-thinking nothink hidethinking ", "-r 0"}, {" verbose ", "-v"},
-    {" json jsonl grammar grammar-file json-schema format response-format ", "-o 'TEXT|TEXT', "
-     "-L FILE (a list in JSON), or for JSON an answer that is begun: .github/RECIPES.md"},
-    {" chat-template chat-template-file ", "it in the model: export.py has --chat-template FILE"},
-    {" chat conversation cnv interactive ", "nothing: without -i and -f it chats"},
-    {" embedding embeddings ", "-m embed"}, {" stream ", "nothing: answers come as they are made"},
-    {" ng ngl gpu-layers n-gpu-layers device ", "nothing: all runs on the CPU"}};
-
-// Returns whether an argument's name, up to =, is one of these words; its _ count as -.
-static bool is_called(const char *arg, const char *words) {
-    const char *start = arg + strspn(arg, "-");
-    char name[64];
-    snprintf(name, sizeof(name), " %.*s ", (int)strcspn(start, "="), start);
-    for (char *c = name; *c; c++) *c = *c == '_' ? '-' : *c;
-    return words && strstr(words, name);
-}
-
-// Returns the option of this name. If there is none, ends the program and names the likely mistake.
-static const Option *option_named(const char *arg) {
-    for (size_t i = 0; i < N_OPTIONS; i++) {
-        const char letter = options[i].letter;
-        const bool begins = arg[1] == letter;
-        if (begins && !arg[2]) return &options[i];
-        if (begins && strchr("0123456789.-=", arg[2]))
-            die_usage("%.80s: unknown option, expected a space: -%c %.80s", arg, letter,
-                      arg + 2 + (arg[2] == '='));
-        if (is_called(arg, options[i].others))
-            die_usage("%.80s: unknown option, expected -%c; -h lists all", arg, letter);
-    }
-    for (size_t i = 0; i < sizeof(hints) / sizeof(*hints); i++)
-        if (is_called(arg, hints[i].others))
-            die_usage("%.80s: unknown option, expected %s", arg, hints[i].here);
-    die_usage("%.80s: unknown option, expected one that -h lists, each by itself", arg);
-}
-
-// An argument that is no option, and stands after `before`, is MODEL. Else it ends the program.
-static void set_model(Options *o, const char *arg, const char *before) {
-    const char *odd = *arg == '\xE2' ? arg : *before == '\xE2' ? before : NULL;  // U+2000 to U+2FFF
-    if (odd) die_usage("%.80s: begins with a typographic dash or quote, expected - or \"", odd);
-    if (o->model)
-        die_usage("%.80s: unexpected, as MODEL is \"%.99s\"; a prompt goes with -i, in quotes: "
-                  "-i \"%.80s\"", arg, o->model, arg);
-    o->model = arg;
-}
-
-// Sets an option, or ends the program if it can't have this value, or has none.
-static void set_option(Options *o, const Option *option, const char *value) {
-    if (!value) die_usage("-%c: alone, expected a value after it", option->letter);
-    void *place = (char *)o + option->place;
-    char *end = NULL;
-    double number = strlen(value);  // of a TEXT or SEED; of the others the value
-    errno = 0;
-    if (option->type == TEXT) *(const char **)place = value;
-    else if (option->type == INTEGER) number = strtoll(value, &end, 10);
-    else if (option->type == REAL) number = strtod(value, &end);
-    else if (option->type == MODE)
-        for (number = 0; number < N_MODES && strcmp(value, modes[(int)number].name);) number++;
-    else if (*value == '-') o->seed = strtoll(value, &end, 10);
-    else o->seed = strtoull(value, &end, 10);
-    const bool in_range = number >= option->low && number <= option->high;
-    if (!in_range || end == value || (end && *end) || (option->type == SEED && errno))
-        die_usage("-%c: bad value, expected %s, found \"%.80s\"%s", option->letter,
-                  option->expected ? option->expected
-                                   : say("%.10g to %.10g", option->low, option->high), value,
-                  option->type == REAL && strchr(value, ',') ? "; a point parts decimals" : "");
-    if (option->type == REAL) *(float *)place = (float)number;
-    if (option->type == MODE || option->type == INTEGER) *(int *)place = (int)number;
-}
-
-// Splits -o into its TEXTs, or finds the NAME of @NAME. Ends the program if it can have no effect.
-static void split_answers(Options *o) {
-    const char *text = o->answers;
-    o->member = text && *text == '@' && !strchr(text, '|') ? text + 1 : NULL;
-    if (o->member && (!o->json_list || !*o->member))
-        die_usage("-o %s: expected -L FILE, whose objects have this member", text);
-    for (text = o->member ? NULL : text; text; text = *text ? text + 1 : NULL) {
-        const size_t n = strcspn(text, "|");
-        const Bytes choice = {(const uint8_t *)text, n};
-        if (n == 0) die_usage("-o: an empty answer, expected TEXT|TEXT...");
-        if (find_bad_byte(choice) < n) die_usage("-o: bytes that are no text, expected UTF-8");
-        for (int i = 0; i < o->choices.n; i++)
-            if (bytes_equal(bytes_of(&o->choices.p[i].text), choice))
-                die_usage("-o: the answer %.*s twice, expected different ones", (int)n, text);
-        add_choice(&o->choices, choice);
-        text += n;
-    }
-    if (!o->answers) return;
-    if (o->choices.n == 1) die_usage("-o: one answer, expected several: TEXT|TEXT...");
-    if (o->mode >= 0 && !modes[o->mode].has_answers)
-        die_usage("-o: -m %s has no answers", modes[o->mode].name);
-    if (!o->text && !o->file && !is_list(o))
-        die_usage("-o: a conversation, expected -i TEXT, -f FILE (- is stdin) or a list");
-}
-
-static Options parse_options(int argc, char **argv) {
-    Options o = {.mode = -1, .think = -1, .temperature = -1, .top_p = -1, .top_k = -1, .n = -2,
-                 .repetition = -1, .context = -1, .cache_bits = 32, .batch = 512, .threads = -1,
-                 .seed = (uint64_t)(now() * 1e6) % 1000000};
-    for (int i = 1; i < argc; i++) {
-        const char *arg = argv[i];
-        const bool help = !strcmp(arg, "-h") || !strcmp(arg, "--help") || !strcmp(arg, "-help");
-        if (help || !strcmp(arg, "--version")) {
-            write_stdout(bytes(version()));
-            if (help) write_stdout(bytes(usage));
-            exit(EXIT_SUCCESS);
-        }
-        if (arg[0] == '-' && arg[1] && !arg[2] && o.given[(uint8_t)arg[1]]++)
-            die_usage("%s: given twice, expected once", arg);
-        if (!strcmp(arg, "-q")) quiet = true;
-        else if (arg[0] != '-') set_model(&o, arg, argv[i - 1]);
-        else if (strcmp(arg, "-v")) set_option(&o, option_named(arg), argv[++i]);  // NULL: the end
-    }
-    if (!o.model || !*o.model || strlen(o.model) > LONGEST_PATH)
-        die_usage("MODEL: missing or too long, expected a .bin file; -h shows more");
-    for (const char *p = "qv lL lf Lf lv Lv ox "; *p; p += 3)  // pairs that exclude each other
-        if (o.given[(uint8_t)p[0]] && o.given[(uint8_t)p[1]])
-            die_usage("-%c, -%c: both given, expected one of them", p[0], p[1]);
-    if (o.cache_bits != 8 && o.cache_bits != 32)
-        die_usage("-C: bad value, expected 8 or 32, found \"%d\"", o.cache_bits);
-    if (o.out && (!is_list(&o) || !strcmp(o.out, "-")))
-        die_usage("-w: expected a file's name, and -l or -L");
-    const bool asks_stdin = !o.text && !o.file && !is_list(&o) && o.mode != CHAT;
-    if (asks_stdin && !is_terminal(STDIN_FILENO)) o.file = "-";  // a pipe
-    if (o.out && !o.given['s']) o.seed = 0;
-    split_answers(&o);
-    return o;
-}
-
-// ------------------------------------------------------------------------------------------------
 // main: what the options lead to
 
 static int run_mode(Engine *e) {
     const char *system = e->options.system;
-    // First, because it fails fast, and FILE becomes stdout:
+    split_answers(e);
+    // Before the model, because it fails fast, and FILE becomes stdout:
     List *list = is_list(&e->options) ? open_list(e) : NULL;
     load_model(e);
     prepare_places(e);

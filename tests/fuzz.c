@@ -585,7 +585,8 @@ static void fuzz_chat(Bytes in) {
 // Sets what load_model() sets by the options, of a mode that is known
 static void obey_options(Engine *e) {
     const Options *o = &e->options;
-    e->kind = o->choices.n ? CHOICES : (int)e->mode;
+    split_answers(e);
+    e->kind = o->member ? OWN_CHOICES : o->answers ? CHOICES : (int)e->mode;
     e->most_texts = is_list(o) || o->answers ? min_int(MOST_TEXTS, o->batch) : 1;
 }
 
