@@ -144,7 +144,7 @@ typedef struct {
     float rms_norm_eps;
     int rope_scaling;       // not 0: rope is scaled for longer texts, by the next two
     float rope_factor;      // multiplies cos and sin: see rope_frequency
-    const float *rope_freq; // (head_dim / 2) radians per position
+    const float *rope_freq; // (rotary_dim / 2) radians per position
     int qkv_bias;           // 1: Wq, Wk and Wv have biases (Qwen2)
     int no_qk_norm;         // 1: no QK-norm (Qwen2)
     int n_experts;          // 0: not a mixture of experts; HF num_experts
@@ -152,6 +152,8 @@ typedef struct {
     int no_topk_norm;       // 1: their shares add up to less than 1; HF norm_topk_prob = false
     int q_dim;              // n_heads * head_dim
     int kv_dim;             // n_kv_heads * head_dim
+    int rotary_dim;         // elements of a head that rope rotates, from the first on: head_dim
+    int n_kv_layers;        // layers that have keys and values: all
     int cache_bits;         // of a number in the KV cache, 32 or 8 (option -C 8)
 } Config;
 
@@ -170,11 +172,9 @@ typedef struct {
 typedef struct {
     const float *rms_att;  // (dim)                       input_layernorm
     const float *rms_ffn;  // (dim)                       post_attention_layernorm
-    const float *q_norm;   // (head_dim) or NULL          self_attn.q_norm
-    const float *k_norm;   // (head_dim) or NULL          self_attn.k_norm
+    const float *q_norm, *k_norm;  // (head_dim) or NULL  self_attn.q_norm, k_norm
     const float *bq;       // (q_dim) or NULL             self_attn.q_proj.bias
-    const float *bk;       // (kv_dim) or NULL            self_attn.k_proj.bias
-    const float *bv;       // (kv_dim) or NULL            self_attn.v_proj.bias
+    const float *bk, *bv;  // (kv_dim) or NULL            self_attn.k_proj.bias, v_proj.bias
     Matrix wq;             // (q_dim, dim)                self_attn.q_proj
     Matrix wk;             // (kv_dim, dim)               self_attn.k_proj
     Matrix wv;             // (kv_dim, dim)               self_attn.v_proj
@@ -184,6 +184,7 @@ typedef struct {
     Matrix w3;             // (hidden_dim, dim)           mlp.up_proj
     Matrix w2;             // (dim, hidden_dim)           mlp.down_proj
     const float *router;   // (n_experts, dim) or NULL    mlp.gate
+    int kv_layer;          // its number in the KV cache: layers before it with keys and values
 } Layer;
 
 typedef struct {             // take_weights (Part II) has their order in the file
@@ -202,8 +203,7 @@ typedef struct {   // a vector (cols) as int8 values, and a scale for each group
 // functions read their input here and write their results here.
 typedef struct {
     float *x;          // (dim)           the residual stream
-    float *cos;        // (head_dim / 2)  of the angles of rope at the token's position
-    float *sin;        // (head_dim / 2)
+    float *cos, *sin;  // (rotary_dim / 2)  of the angles of rope at the token's position
     float *h;          // (dim)           rmsnorm(x)
     Q8 h8;             // (dim)           Q8(h)
     float *q;          // (q_dim)         its queries
@@ -218,8 +218,7 @@ typedef struct {
     float *out;        // (dim)           what is added to x
     float *logits;     // (vocab_size)
     int context;       // the most positions of a text (option -c)
-    float *keys;       // (n_layers, context, kv_dim)  the KV cache: k of all positions so far,
-    float *values;     // (n_layers, context, kv_dim)  and v
+    float *keys, *values;  // (n_kv_layers, context, kv_dim)  the KV cache: all k and v so far
 } State;
 
 typedef struct { Config config; Weights weights; State state; } Model;  // load_model (Part II)
@@ -376,20 +375,20 @@ static void add(float *x, const float *y, int n) {
 // frequencies: the slow pairs turn slower still, so that they go round no further than in training.
 // More positions make a softmax flatter. Against this, a factor on cos and sin makes q . k larger.
 static float rope_frequency(const Config *c, int j) {
-    return c->rope_scaling ? c->rope_freq[j] : 1 / powf(c->rope_theta, 2 * j / (float)c->head_dim);
+    return c->rope_scaling ? c->rope_freq[j] : 1 / powf(c->rope_theta, 2.0f * j / c->rotary_dim);
 }
 
-// Computes cos and sin (head_dim / 2) of the angles at a position.
+// Computes cos and sin (rotary_dim / 2) of the angles at a position.
 static void rope_angles(const Config *c, int pos, float *cos, float *sin) {
     const float factor = c->rope_scaling ? c->rope_factor : 1;
-    for (int j = 0; j < c->head_dim / 2; j++) {
+    for (int j = 0; j < c->rotary_dim / 2; j++) {
         const float angle = (float)pos * rope_frequency(c, j);
         cos[j] = cosf(angle) * factor;
         sin[j] = sinf(angle) * factor;
     }
 }
 
-// Rotates each pair (x[j], x[j + half]) of one head x (2 * half): HF apply_rotary_pos_emb
+// Rotates each pair (x[j], x[j + half]), j < half, of one head x: HF apply_rotary_pos_emb
 static void rope(float *x, const float *cos, const float *sin, int half) {
     for (int j = 0; j < half; j++) {
         float a = x[j], b = x[j + half];
@@ -413,7 +412,8 @@ static void embed(const Model *m, int token, float *x) {
 // Returns where a key or value (head_dim) is in `cache`, which is State.keys or State.values.
 static float *in_cache(const Model *m, float *cache, int l, int pos, int kv_head) {
     const Config *c = &m->config;
-    return cache + ((size_t)l * m->state.context + pos) * c->kv_dim + kv_head * c->head_dim;
+    const size_t at = (size_t)m->weights.layers[l].kv_layer * m->state.context + pos;
+    return cache + at * c->kv_dim + kv_head * c->head_dim;
 }
 
 // h = rmsnorm(x, w), h8 = Q8(h)
@@ -439,7 +439,7 @@ static void round_to_int8(float *x, int n) {
 static void norm_and_rope(const Config *c, float *x, const float *w, const float *cos,
                           const float *sin) {
     if (w) rmsnorm(x, x, w, c->head_dim, c->rms_norm_eps);
-    rope(x, cos, sin, c->head_dim / 2);
+    rope(x, cos, sin, c->rotary_dim / 2);
 }
 
 // q = rope(rmsnorm(Wq h8)), k = rope(rmsnorm(Wk h8)), v = Wv h8; k and v go to the KV cache. Qwen2
@@ -1255,7 +1255,7 @@ typedef struct Pass {
     int draft_rows;    // how many rows run in about the time of one
     float *cache;      // (n_blocks) see The KV cache, Part III
     Row *rows;         // (batch)
-    float *cos, *sin;  // (batch, head_dim / 2)  as in State, for each row
+    float *cos, *sin;  // (batch, rotary_dim / 2)  as in State, for each row
     float *x;          // (batch, dim)
     float *logits;     // (logit_rows, vocab_size)
     struct Worker *workers; // (threads) Part III only, like the next two
@@ -1502,6 +1502,8 @@ static void take_header(Cursor *in, Config *c) {
     if (c->layer_bits == 0) c->layer_bits = 8;
     c->q_dim = c->n_heads * c->head_dim;
     c->kv_dim = c->n_kv_heads * c->head_dim;
+    c->rotary_dim = c->head_dim;
+    c->n_kv_layers = c->n_layers;
 }
 
 // Checks how the numbers fit together. A RULE ends the program if its condition is false.
@@ -1563,13 +1565,14 @@ static void take_weights(Cursor *in, Config *c, Weights *w) {
     int bits[7];  // of wq wk wv wo w1 w2 w3
     for (int i = 0; i < 7; i++) bits[i] = c->eight_bits >> i & 1 ? 8 : c->layer_bits;
 #define EACH_LAYER for (int l = 0; l < c->n_layers; l++) w->layers[l]  // .x = take..., for each
+    EACH_LAYER.kv_layer = l;
     EACH_LAYER.rms_att = take_floats(in, c->dim, "rms_att");
     EACH_LAYER.rms_ffn = take_floats(in, c->dim, "rms_ffn");
     w->rms_final = take_floats(in, c->dim, "rms_final");
     EACH_LAYER.q_norm = take_floats(in, c->no_qk_norm ? 0 : c->head_dim, "q_norm");
     EACH_LAYER.k_norm = take_floats(in, c->no_qk_norm ? 0 : c->head_dim, "k_norm");
     EACH_LAYER.router = take_floats(in, c->n_experts * c->dim, "router");
-    c->rope_freq = take_floats(in, c->rope_scaling ? c->head_dim / 2 : 0, "rope_freq");
+    c->rope_freq = take_floats(in, c->rope_scaling ? c->rotary_dim / 2 : 0, "rope_freq");
     w->embedding = take_matrix(in, c, c->vocab_size, c->dim, 8, "the token embedding");
     EACH_LAYER.wq = take_matrix(in, c, c->q_dim, c->dim, bits[0], "wq");
     EACH_LAYER.wk = take_matrix(in, c, c->kv_dim, c->dim, bits[1], "wk");
@@ -4778,7 +4781,7 @@ static float *floats(size_t count) { return activations(count, sizeof(float)); }
 #undef SIMD
 #define SIMD "-DPLAIN"
 static void start_threads(int count) { (void)count; }
-static double position_size(const Config *c) { return 8.0 * c->n_layers * c->kv_dim; }  // State's
+static double position_size(const Config *c) { return 8.0 * c->n_kv_layers * c->kv_dim; }
 #else  // not PLAIN, up to the end of the section "The work of a layer"
 
 // ------------------------------------------------------------------------------------------------
@@ -4809,7 +4812,7 @@ static int value_dim(const Config *c) { return round_up(c->head_dim, 2 * LANES);
 // Where (in floats) the keys of a pair in a block begin. The number of pairs is made odd: with an
 // even one, all blocks of a head would share a fraction of the L2 cache's sets.
 static size_t block_at(const Config *c, size_t block, size_t pair) {
-    const size_t pairs = (size_t)c->n_layers * c->n_kv_heads | 1, n = c->head_dim + value_dim(c);
+    const size_t pairs = c->n_kv_layers * c->n_kv_heads | 1, n = c->head_dim + value_dim(c);
     const size_t size = c->cache_bits == 8 ? n / 16 * sizeof(Packed) / sizeof(float) : n * BLOCK;
     return (block * pairs + pair) * size;
 }
@@ -5023,8 +5026,8 @@ typedef struct Worker {
     struct Task *task;
 } Worker;
 
-// The pair of this layer and a kv head: see The KV cache
-static int pair_of(const Worker *me, int head) { return me->l * me->c->n_kv_heads + head; }
+// The pair of this layer and kv head i: see The KV cache
+static int pair_of(const Worker *me, int i) { return me->w->kv_layer * me->c->n_kv_heads + i; }
 
 // A view of x that begins at token t's vector
 INLINE Quantized from_token(const Quantized *x, int t) {
@@ -5460,7 +5463,7 @@ static void run_head(const Worker *me, int i) {
     const Config *c = me->c;
     const int head_dim = c->head_dim, n = c->n_kv_heads;
     const bool k = i < n, v = !k && i < 2 * n;
-    const size_t half = head_dim / 2;
+    const size_t half = c->rotary_dim / 2;
     const int head = k ? i : v ? i - n : i - 2 * n, stride = k || v ? head_dim : c->q_dim;
     const Matrix *w = k ? &me->w->wk : v ? &me->w->wv : &me->w->wq;
     const float *bias = k ? me->w->bk : v ? me->w->bv : me->w->bq;
@@ -5604,7 +5607,7 @@ static void layer_all(Worker *me) {
 static void forward_job(void *pass) {
     Pass *p = pass;
     Worker *me = &p->workers[thread];
-    const size_t half = me->c->head_dim / 2;
+    const size_t half = me->c->rotary_dim / 2;
     me->n = p->n;
     EACH (t, me->n, 1) {
         embed(p->m, p->rows[t].token, p->x + (size_t)t * me->c->dim);
@@ -5659,8 +5662,8 @@ static Q8 q8_init(int cols, int group) { return (Q8){activations(cols, 1), float
 static void state_init(Model *m) {
     const Config *c = &m->config;
     State *s = &m->state;
-    const int group = c->group_size, half = c->head_dim / 2, context = s->context;
-    const size_t size = (size_t)c->n_layers * c->kv_dim * sizeof(float);
+    const int group = c->group_size, half = c->rotary_dim / 2, context = s->context;
+    const size_t size = (size_t)c->n_kv_layers * c->kv_dim * sizeof(float);
     const char *cache = no_cache(c, 2.0 * context * size);
     *s = (State){.x = floats(c->dim), .cos = floats(half), .sin = floats(half), .h = floats(c->dim),
                  .h8 = q8_init(c->dim, group), .q = floats(c->q_dim), .a = floats(c->q_dim),
@@ -5694,7 +5697,7 @@ static Pass *pass_init(const Model *m, int batch, int logit_rows, int texts) {
     const int widest = max_int(max_int(c->dim, c->q_dim), c->hidden_dim);  // cols of any matrix
     const int n_experts = max_int(c->n_experts, 1), group = c->group_size;
     const int n_blocks = pool_blocks(c, m->state.context, texts);
-    const size_t n = batch, chosen = n * max_int(c->n_experts_used, 1), half = c->head_dim / 2;
+    const size_t n = batch, chosen = n * max_int(c->n_experts_used, 1), half = c->rotary_dim / 2;
     const size_t cache = block_size(c) * sizeof(float);
     Pass *p = activations(1, sizeof(Pass));
     Routing *routing = activations(1, sizeof(Routing));

@@ -133,7 +133,8 @@ typedef enum { QWEN3, QWEN2, EXPERTS } Kind;
 enum { POSITIONS = 2 * SPAN + 90, WIDEST = 132 };
 
 // A model in memory: two query heads per kv head; no rows of whole tiles.
-// EXPERTS: 3 of 7, of which two are always equally likely
+// EXPERTS: 3 of 7, of which two are always equally likely; rope rotates half of a head. The last layer is the
+// first in the cache: so nobody takes one number for the other.
 static Model random_model(int group, int head_dim, Kind kind) {
     Model m = {.config = {.dim = 2 * group, .hidden_dim = 3 * group, .n_layers = 2, .n_heads = 4,
                           .n_kv_heads = 2, .vocab_size = 77, .max_seq_len = POSITIONS, .head_dim = head_dim,
@@ -141,6 +142,8 @@ static Model random_model(int group, int head_dim, Kind kind) {
     Config *g = &m.config;
     g->q_dim = g->n_heads * head_dim;
     g->kv_dim = g->n_kv_heads * head_dim;
+    g->rotary_dim = kind == EXPERTS ? head_dim / 2 : head_dim;
+    g->n_kv_layers = g->n_layers;
     if (kind == EXPERTS) g->n_experts = 7, g->n_experts_used = 3;
     m.weights.embedding = random_matrix(g->vocab_size, g->dim, group);
     m.weights.classifier = random_matrix(g->vocab_size, g->dim, group);
@@ -148,6 +151,7 @@ static Model random_model(int group, int head_dim, Kind kind) {
     m.weights.layers = alloc(g->n_layers, sizeof(Layer), "a test");
     for (int i = 0; i < g->n_layers; i++) {
         Layer *l = &m.weights.layers[i];
+        l->kv_layer = g->n_layers - 1 - i;
         l->rms_att = random_floats(g->dim);
         l->rms_ffn = random_floats(g->dim);
         l->q_norm = random_floats(head_dim);
@@ -627,8 +631,7 @@ static void test_layers(void) {
             Pass *p = random_pass(&m, 40);
             const Config *c = &m.config;
             const int *blocks = scattered(p);
-            Worker *me = start_layer(p, 0, 0);
-            for (me->l = 0; me->l < 2; me->l++) fill_cache(me, blocks, 300);
+            for (int l = 0; l < 2; l++) fill_cache(start_layer(p, l, 0), blocks, 300);
             for (int t = 0; t < n; t++) {
                 p->rows[t] = (Row){.token = below(77), .pos = 250 + t, .blocks = blocks, .needed = true};
             }
@@ -642,7 +645,7 @@ static void test_layers(void) {
             }
             for (int i = 0; i < 2 * 300 * c->kv_dim; i++) {
                 const int l = i / (300 * c->kv_dim), pos = i / c->kv_dim % 300, h = i / c->head_dim % c->n_kv_heads;
-                const size_t pair = l * c->n_kv_heads + h;
+                const size_t pair = m.weights.layers[l].kv_layer * c->n_kv_heads + h;
                 const Row at = {.pos = pos, .blocks = blocks};
                 const int j = i % c->head_dim;
                 CHECK(number_of(p, pair, &at, j, false) == in_cache(&m, m.state.keys, l, pos, h)[j], "layer %d, position %d", l, pos);
@@ -762,12 +765,15 @@ static void test_rope(void) {
         CHECK(fabsf(x[j] - (y[j] * cosf(j + 1) - y[j + 4] * sinf(j + 1))) < 1e-6);
         CHECK(fabsf(x[j + 4] - (y[j] * sinf(j + 1) + y[j + 4] * cosf(j + 1))) < 1e-6);
     }
+    norm_and_rope(&(Config){.head_dim = 8, .rotary_dim = 4}, x, NULL, cos, sin);  // the rest stays as it is
+    for (int j = 4; j < 8; j++)
+        CHECK(fabsf(x[j] - (y[j - 4] * sinf(j - 3) + y[j] * cosf(j - 3))) < 1e-6);
 }
 
 // Of the file where rope is scaled, else theta's
 static void test_frequencies(void) {
     const float freq[] = {0.25f, 0, 1e-9f, 3};
-    Config g = {.head_dim = 8, .rope_theta = 1e4f};
+    Config g = {.head_dim = 24, .rotary_dim = 8, .rope_theta = 1e4f};
     for (int j = 0; j < 4; j++) {
         CHECK(fabs(rope_frequency(&g, j) / pow(1e4, -2.0 * j / 8) - 1) < 1e-6, "j %d", j);
     }
@@ -1513,7 +1519,7 @@ static void test_json_messages(void) {
 
 // A cache for many texts has a quarter of the memory at most, and at least the blocks of one text.
 static void test_pool(void) {
-    const Config c = {.n_layers = 2, .n_kv_heads = 1, .head_dim = 64};
+    const Config c = {.n_kv_layers = 2, .n_kv_heads = 1, .head_dim = 64};
     const double room = memory_size() / 4 / (block_at(&c, 1, 0) * sizeof(float));
     CHECK(pool_blocks(&c, 10 * LANES - 1, 3) == 30);
     CHECK(pool_blocks(&c, INT_MAX / 64 * 63, 32) == max_int((int)room, INT_MAX / 64 * 63 / LANES + 1));
