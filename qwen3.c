@@ -15,15 +15,16 @@
    (A name is followed by its shape.) x begins as the token's row of the embedding table
    (vocab_size, dim). Layer after layer changes x twice. First a layer adds what attention finds in
    this token and those before it. Then it adds what a feed-forward network computes from the new x.
-   For attention, matrices make of each token a query q, what it looks for; a key k, what it is
-   found by; and a value v, what it gives to those that find it. The dot products of its query with
-   the keys of all positions (places in the text) up to its own become shares that add up to 1
-   (softmax). The result is the sum of the values, each times its share. A layer does this in
+   (Some models have many such networks in a layer, its experts, and a router that chooses a few for
+   each token.) For attention, matrices make of each token a query q, what it looks for; a key k,
+   what it is found by; and a value v, what it gives to those that find it. The dot products of its
+   query with the keys of all positions (places in the text) up to its own become shares that add up
+   to 1 (softmax). The result is the sum of the values, each times its share. A layer does this in
    n_heads heads side by side. Each has its own query (head_dim), and so its own shares; but each kv
-   head, one key and one value, serves several heads. A token's x, k and v depend only on it and
-   on those before it. So they stay right when tokens are appended, and each token runs once: the KV
-   cache keeps, for each layer and kv head, all keys K and values V so far (positions, head_dim).
-   One layer computes
+   head, one key and one value, serves several heads. A token's x, q, k and v depend only on it and
+   on those before it. So they stay right when tokens are appended, and no token runs twice: the KV
+   cache keeps, for each layer and kv head, all keys K and values V so far (positions, head_dim). A
+   query is not kept, because only its own token uses it. One layer computes
 
      h = rmsnorm(x, rms_att)                  rmsnorm(x, w) = w * x / sqrt(mean(x^2) + eps)
      q = Wq h, k = Wk h, v = Wv h             q: n_heads vectors (head_dim); k, v: n_kv_heads each
@@ -34,21 +35,22 @@
      x = x + Wo a                             a: of all heads together (n_heads * head_dim)
      h = rmsnorm(x, rms_ffn)
      x = x + W2 (silu(W1 h) * (W3 h))         SwiGLU; silu(z) = z / (1 + exp(-z)); W1 and W3 are
-                                              (hidden_dim, dim), W2 is (dim, hidden_dim)
+     with experts: see run_experts            (hidden_dim, dim), W2 is (dim, hidden_dim)
 
    Wq h is a matrix (out, in) times a vector (in). q . K are the dot products of q with the rows of
    K; shares times V is the sum of the rows of V, each times its share. u * v multiplies element by
    element. The embedding table, all W, rms_ and _norm are weights; eps is mostly 1e-6. One step is
-   left out: quantize rounds a vector to 8 bits before a W multiplies it (in comments Q8(h)):
+   left out: quantize rounds a vector to 8 bits before a W (but a router) multiplies it (Q8(h)):
 
-     x -+- norm, Q8, Wq Wk Wv, rope, attention, Q8, Wo -(+)-+- norm, Q8, W1 W3, silu, Q8, W2 -(+)- x
-        '------------------------------------------------'  '----------------------------------'
+   x -+- norm, Q8, Wqkv, norm, rope, attention, Q8, Wo -(+)-+- norm, Q8, W1 W3, silu, Q8, W2 -(+) x
+      '--------------------------------------------------'  '----------------------------------'
 
    In Qwen3-0.6B, dim is 1024 and hidden_dim 3072. It has 28 layers, each with 16 query heads and 8
    kv heads of head_dim 128: a position's keys and values take 2 * 28 * 8 * 128 * 4 = 229,376 bytes.
 
-     Norm.    rmsnorm brings vectors of any magnitude to about the same one: so x may grow from
-              layer to layer. The norms of q and k (QK-norm) keep q . k small: Scale says why.
+     Norm.    A layer reads a copy of x of a fixed magnitude (rmsnorm) and adds to x itself. So x
+              can grow, and keeps what each layer added. (Were x itself normalized in each layer,
+              what the first ones added would fade away.) QK-norm keeps q . k small: see Scale.
      Scale.   q . k sums head_dim products, some positive and some negative. Its magnitude is about
               sqrt(head_dim) times that of one product. Dividing by this makes heads of any width
               alike. Else softmax could give nearly all to one position.
@@ -56,24 +58,26 @@
               cache smaller (grouped-query attention).
      Gate.    W1 is the gate: silu(W1 h) scales each element of W3 h. Without it, one matrix, the
               product of W2 and W3, could do the same.
-     Order.   Shares know no order. So rope rotates pairs of elements of q and k by angles that
-              grow with pos: q . k then depends on the distance of the two positions.
+     Order.   Without rope, a key would have the same share wherever it stands. Rope turns pairs of
+              elements of q and k by angles in proportion to pos: so q . k depends on the distance.
 
    After the last layer come the logits,
 
      logits = Wcls rmsnorm(x, rms_final)      one for each token of the vocabulary
 
-   softmax(logits) are probabilities: how likely each token of the vocabulary comes next, after the
-   token of x. So an answer's first token is drawn by the last x of the prompt. The logits of an
-   earlier x only tell how well the model predicts a given text (-m perplexity).
+   softmax(logits) are probabilities p: how likely each token of the vocabulary comes next, after
+   the token of x. So an answer's first token is drawn by the last x of the prompt. The logits of an
+   earlier x only tell how well the model predicts a given text. Its perplexity is exp(the mean of
+   -log(p) of its tokens but the first): 20 if the model is as unsure as among 20 equally likely
+   tokens. A text's embedding is made of its last x, too (embed_text).
 
-   To learn how a model runs, read Part I: run_layer and "The main loop" first, because they name
-   the rest, then from the top. It is the whole definition, in plain C: one text, one token at a
-   time, from the text's bytes to the answer's. (Of what is only declared, a comment says what it
-   does and where.) Part II, the program, runs many texts at once, in passes of many tokens. Part
-   III, the machine, computes a pass with threads and SIMD instructions. Both give Part I's results
-   bit for bit, in less time. `make plain` (-DPLAIN) builds a program that runs run_text, also with
-   lists and -C 8, for debuggers and tests. A port begins with it, and needs "SIMD primitives".
+   To learn how a model runs, read Part I: run_layer, forward and run_text first, because they name
+   the rest, then from the top. It defines, in plain C, how one text runs, one token at a time, from
+   its bytes to the answer's. What it only declares (Unicode, output, thinking, SIMD) has a comment
+   that says what it does. Part II, the program, runs many texts at once, in passes of many tokens.
+   Part III, the machine, computes a pass with threads and SIMD instructions. Both give Part I's
+   results bit for bit, in less time. `make plain` (-DPLAIN) builds a program that runs run_text,
+   for debuggers and tests. A port to another CPU begins with it, then adds "SIMD primitives".
 
    Part I, the model              Part II, the program                      Part III, the machine
      Types, with their shapes       Errors and memory     Checks and notices    SIMD primitives
@@ -122,8 +126,8 @@ INLINE size_t min_size(size_t a, size_t b) { return a < b ? a : b; }
 
 // ------------------------------------------------------------------------------------------------
 // Types, with their shapes: (rows, cols) = (out, in). Skim them and come back. HF is Hugging Face's
-// Python library transformers: the tests compare results with it, and names on the right are those
-// of its tensors. A checkpoint is a model as its makers publish it: export.py makes our files.
+// Python library transformers (tests compare results with it); names on the right are its settings
+// and tensors. A checkpoint is a model as its makers publish it: export.py makes our files.
 
 typedef struct {
     int dim;                // width of the residual stream; HF hidden_size
@@ -135,10 +139,10 @@ typedef struct {
     int max_seq_len;        // positions the model was made for; HF max_position_embeddings
     int head_dim;           // n_heads * head_dim need not be dim
     int shared_classifier;  // 1: Wcls is the token embedding; HF tie_word_embeddings
-    int group_size;         // weights that share a scale; divides dim, q_dim and hidden_dim
+    int group_size;         // weights of a row with one scale; divides dim, q_dim and hidden_dim
     int layer_bits;         // of a weight of the layers' matrices, 8 or 4; the others have 8
     int eight_bits;         // bit i set: matrix i of wq wk wv wo w1 w2 w3 has 8 despite layer_bits
-    int panels;             // 1: the file has matrices in panels (see weight_int), 0: row by row
+    int panels;             // 1: the file has panels (see weight_int), 0: loading makes them
     int8_t levels[16];      // with 4 bits: the int8 values that a weight can have
     float rope_theta;
     float rms_norm_eps;
@@ -199,8 +203,9 @@ typedef struct {   // a vector (cols) as int8 values, and a scale for each group
     float *scale;  // (cols / group_size)
 } Q8;
 
-// Everything that changes while the model runs. Its vectors are those of one token: Part I's
-// functions read their input here and write their results here.
+// What changes while the model runs, with the vectors of one token: Part I's functions read their
+// input here and write their results here. Part III has vectors of many tokens (Pass, and those of
+// a Worker), and its KV cache has the same numbers in another order: see there.
 typedef struct {
     float *x;          // (dim)           the residual stream
     float *cos, *sin;  // (rotary_dim / 2)  of the angles of rope at the token's position
@@ -212,7 +217,7 @@ typedef struct {
     float *gate;       // (hidden_dim)    W1 h, then silu(W1 h) * (W3 h)
     float *up;         // (hidden_dim)    W3 h
     Q8 gate8;          // (hidden_dim)    Q8(gate)
-    float *router_out; // (n_experts)     see run_experts: Wr h, then its exp, -1 once chosen
+    float *router_out; // (n_experts)     see choose_experts: Wr h, then exp of it, then -1
     float *share;      // (n_experts)     the share of each chosen expert
     float *y;          // (dim)           one expert's output
     float *out;        // (dim)           what is added to x
@@ -224,17 +229,17 @@ typedef struct {
 typedef struct { Config config; Weights weights; State state; } Model;  // load_model (Part II)
 
 // ------------------------------------------------------------------------------------------------
-// Math: what a layer computes on one vector. What is only declared is in Part III, Vector math: it
-// depends on the CPU, or is written so that compilers vectorize it.
+// Math: what a layer computes on one vector. Part III, Vector math, has what is only declared here:
+// it is written for a CPU, or so that compilers vectorize it.
 //
 // Equal bits: a sum of floats depends on the order of its terms. So each sum has one order here,
 // which Part III keeps: a text's results never depend on threads, on how many tokens run together
-// or on other texts. They depend on the build (with fma?) and the C library (powf, cosf, sinf).
+// or on other texts. They depend on the build (with fma?) and on libm (powf, cosf, sinf, log).
 
 // a * b + c, rounded once if the build has fma, else twice. Nothing else fuses (-ffp-contract=off).
 static float mul_add(float a, float b, float c);
 
-// exp(x) within 2 ulp: exactly 1 for x = 0, 0 for x < -87.7, exp(88) for x > 88, NaN for NaN
+// exp(x) within 2 ulp, exactly 1 for 0; but 0 below about -87.683, exp(88) above 88, NaN for NaN
 static float fast_exp(float x);
 
 // The largest of x (n > 0; anything if one is NaN); the largest |x|, or NaN if one is NaN
@@ -281,30 +286,30 @@ static float softmax_terms(float *x, int n, float max) {
     return sum_of(x, n, false);
 }
 
-// gate = silu(gate) * up, all (n), here and in Part III: HF Qwen3MLP
+// gate = silu(gate) * up, all (n): HF Qwen3MLP
 static void silu_times(float *gate, const float *up, int n) {
     for (int i = 0; i < n; i++) gate[i] = gate[i] / (1 + fast_exp(-gate[i])) * up[i];
 }
 
 // ------------------------------------------------------------------------------------------------
 // Quantization and the matrix product. For one token, reading the weights from memory takes longer
-// than the arithmetic. So all matrices but the router are quantized: they take fewer bytes.
+// than the arithmetic. So all matrices but the small router are quantized: they take fewer bytes.
 //
 // With 8 bits, the weights of a group (32 to 256 consecutive ones of a row) are stored as int8
 // values and a float scale: a weight is its int8 times the scale. (The largest weight sets the
 // scale: a very large one makes its group coarse.) The layers' matrices may have 4 bits: then a
-// weight is levels[its 4 bits], the nearest of export.py's 16 int8 values, times a scale of 16
-// bits. Before a vector is multiplied with such a matrix, it is quantized, too, always to 8 bits,
-// in groups of this size. So the dot product of a group of weights and one of the vector is a sum
-// of integers, at most 256 * 128 * 127 < 2^22, exact even as a float, times the two scales.
+// weight is levels[its 4 bits], one of the file's 16 int8 values, times a scale of 16 bits. Before
+// a vector is multiplied with such a matrix, it is quantized, too, always to 8 bits, in groups of
+// this size. So the dot product of a group of weights and one of the vector is a sum of integers,
+// at most 256 * 128 * 127 < 2^22, exact even as a float, times the two scales.
 
-// Returns weight i of row r without its scale. A row is bytes; 4 bytes are a word. With 8 bits,
-// byte i is weight i. With 4 bits, a group has group_size / 2 bytes: the low nibble of its byte j
-// is weight j, the high one weight j + group_size / 2. In memory a matrix is panels of 16 rows (the
-// last padded), and a panel is columns: word 0 of each row, then word 1 of each, and so on:
+// Returns weight i of row r without its scale. With 8 bits, byte i of a row is weight i. With 4, a
+// group has group_size / 2 bytes: the low nibble of its byte j is weight j, the high one weight j +
+// group_size / 2. SIMD instructions compute 4 to 16 rows at once: so 16 rows, a panel, lie together
+// (the last panel is padded): a word (4 bytes) of each row, a column, then the next word of each:
 //   row 0, word 0 | row 1, word 0 | ... | row 15, word 0 | row 0, word 1 | row 1, word 1 | ...
-// SIMD instructions compute 4 to 16 rows at once: so they find these rows' words side by side. With
-// 8 bits and rows of 64, weight (17, 6) is byte 16 * 64 (panel 0) + 64 (column 0) + 4 + 2 = 1094.
+// With 8 bits and rows of 64, weight (17, 6) is in panel 1, column 1, row 1, and there byte 2:
+// 16 * 64 (panel 0) + 16 * 4 (column 0) + 4 (row 0's word) + 2 = byte 1094 of the matrix.
 enum { PANEL = 16 };
 
 INLINE int weight_int(const Matrix *w, int r, int i) {
@@ -361,14 +366,14 @@ static void add(float *x, const float *y, int n) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Embedding and rope: what happens first to a token
+// Embedding and rope: a token's first x, and what tells the layers its position
 //
 // rope rotates each pair (q[j], q[j + head_dim/2]), j < head_dim/2, by the angle pos * theta^(-2j /
-// head_dim), and k in the same way. (Other pairs would do, had the model been trained with them.)
-// So q . k depends on the two positions only through their distance. Without rope, the same keys
-// and values in another order would give the same a. theta is mostly 1e6. Pair 0 turns by 1 radian
-// a position, and tells neighbours apart, but after 6 positions it has gone round nearly once. The
-// last pair turns almost theta times as slowly and tells near from far.
+// head_dim), and k in the same way. If both turn by the same angle, q . k stays: so it depends on
+// the positions only by their distance. theta is mostly 1e6. Pair 0 turns by 1 radian a position:
+// it tells neighbours apart, but after 6 positions it has gone round nearly once. Slower pairs tell
+// near from far: pair 36 of 64 goes round in 14,900 positions. The last one turns almost theta
+// times as slowly as pair 0: by 3 degrees in 40,960 positions, which are nearly one place for it.
 
 // Returns the frequency of pair j in radians per position: theta^(-2j / head_dim). If rope is
 // scaled for texts longer than in training (YaRN, arXiv 2309.00071), the file has other
@@ -406,8 +411,8 @@ static void embed(const Model *m, int token, float *x) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Attention. Most functions from here on work on the token's vectors in State: where a comment says
-// h, it is m->state.h. l is the layer's number, pos the token's position.
+// Attention. Most functions up to compute_logits work on the token's vectors in State: where a
+// comment says h, it is m->state.h. l is the layer's number, pos the token's position.
 
 // Returns where a key or value (head_dim) is in `cache`, which is State.keys or State.values.
 static float *in_cache(const Model *m, float *cache, int l, int pos, int kv_head) {
@@ -424,14 +429,14 @@ static void norm_and_quantize(Model *m, const float *w) {
     quantize(s->h8, s->h, c->dim, c->group_size);
 }
 
-// With option -C 8, Part III's KV cache has k and v as int8 values, each 16 with a float scale: 20
-// bytes for each token to read, not 64. Here x (n), k or v, becomes the same floats, int8 * scale.
+// With option -C 8, Part III's KV cache has 16 numbers of k or v as 16 int8 values and one float
+// scale: 20 bytes, not 64. Here x (n), k or v, stays float, with the same values: int8 * scale.
 static void round_to_int8(float *x, int n) {
     int8_t int8[16];
-    float scale = 0;
-    for (int i = 0; i < n; i++) {
-        if (i % 16 == 0) quantize((Q8){int8, &scale}, x + i, 16, 16);
-        x[i] = int8[i % 16] * scale;
+    float scale;
+    for (int i = 0; i < n; i += 16) {
+        quantize((Q8){int8, &scale}, x + i, 16, 16);
+        for (int j = 0; j < 16; j++) x[i + j] = int8[j] * scale;
     }
 }
 
@@ -464,9 +469,10 @@ static void qkv(Model *m, int l, int pos) {
         norm_and_rope(c, k + i * c->head_dim, layer->k_norm, s->cos, s->sin);
     }
     if (c->cache_bits == 8) {
-        // Qwen2.5's bk has a few elements 100 times the rest, which would make their groups coarse.
-        // Rope hardly turns these: k - bk lacks them. Each score of q loses q . bk: softmax stays.
-        for (int i = 0; i < (layer->bk ? c->kv_dim : 0); i++) k[i] -= layer->bk[i];
+        // A few elements of Qwen2.5's bk, in pairs that rope hardly turns, are 100 times the rest,
+        // and would make their groups coarse. So k - bk is stored, without them: each score of a q
+        // loses the same number, q . bk, and the shares stay.
+        for (int i = 0; layer->bk && i < c->kv_dim; i++) k[i] -= layer->bk[i];
         round_to_int8(k, c->kv_dim);
         round_to_int8(v, c->kv_dim);
     }
@@ -482,9 +488,10 @@ static float attention_score(const float *q, const float *k, int head_dim) {
 // Attention of one query head: a = softmax(q . K / sqrt(head_dim)) V. K and V (pos + 1, head_dim)
 // are the keys and values of all positions up to the token's own: a token sees itself and those
 // before it, and none after it (causal). The positions come in spans, so that the array `score` is
-// short. With M the largest score so far (exp(score) itself could be infinite), `total` sums
-// exp(score - M), and a sums exp(score - M) times the value. Where a span raises M, both are first
-// multiplied by keep = exp(old M - new M) (online softmax). Last, a is divided by total.
+// short. `largest` is the largest score so far. `total` sums exp(score - largest), because
+// exp(score) itself could be infinite, and a sums exp(score - largest) times the value. Where a
+// span raises `largest`, both are first multiplied by keep = exp(before - largest) (online
+// softmax). Last, a is divided by total.
 enum { SPAN = 256 };
 
 static void attend(Model *m, int l, int head, int pos) {
@@ -581,7 +588,7 @@ static void run_experts(Model *m, const Layer *layer) {
 // The whole model, for one token. Part III computes the same bits for many tokens at once. It calls
 // rmsnorm, silu_times, quantize, add, embed, rope_angles, norm_and_rope, choose_experts and what
 // these call. It has its own form of the other functions from dot_row to compute_logits, and Part
-// II has its own run_text and encode_piece: who changes one form changes both.
+// II has its own run_text and encode_piece: change both forms together.
 
 // Runs layer l: x of the token at position pos becomes x + attention, then x + feed-forward.
 static void run_layer(Model *m, int l, int pos) {
@@ -596,10 +603,10 @@ static void run_layer(Model *m, int l, int pos) {
     }
     quantize(s->a8, s->a, c->q_dim, c->group_size);
     matmul(s->out, &layer->wo, 0, c->dim, s->a8);
-    add(s->x, s->out, c->dim);                // x = x + Wo a8
+    add(s->x, s->out, c->dim);                // x = x + Wo a8 (0: from row 0 of Wo on)
 
-    norm_and_quantize(m, layer->rms_ffn);     // h = rmsnorm(x), h8 = Q8(h)
-    if (layer->router) run_experts(m, layer); // out = the sum of share[i] times expert i's output
+    norm_and_quantize(m, layer->rms_ffn);
+    if (layer->router) run_experts(m, layer); // out = a mixture of experts: see there
     else feed_forward(m, layer, 0, s->out);   // out = W2 Q8(silu(W1 h8) * (W3 h8))
     add(s->x, s->out, c->dim);                // x = x + out
 }
@@ -969,12 +976,6 @@ static double log_sum_exp(float *logits, int n) {
     return log(sum_double(logits, n)) + max;
 }
 
-typedef struct Writer Writer;
-
-// Writes a token's text. (It may end inside a character: then those bytes wait.) Returns false if
-// option -x TEXT ends the answer here: nothing from TEXT on is written. (Part II)
-static bool writer_token(Writer *out, const Tokenizer *tok, int id);
-
 // ------------------------------------------------------------------------------------------------
 // The main loop. A text is its ids, of which the first n_run have run. They run one after the
 // other, from the prompt's first on. The logits of an id predict the id after it. Ids before number
@@ -1016,9 +1017,30 @@ typedef struct Text {  // add_text makes it (Part II) of a prompt that has ids a
     double nll;        // the sum of -log(probability) of its scored ids (negative log-likelihood)
     Ending ending;
     Sampler sampler;
-    Writer *writer;    // where the answer goes
-    struct Slot *slot; // its part in a pass of many texts (Part II)
+    struct Writer *writer; // where the answer goes (Part II)
+    struct Slot *slot;     // what else Part II keeps of it
 } Text;
+
+// What run_text does with a text after an id has run. Each returns the text's Ending, or GOES_ON.
+static Ending draw_next(const Tokenizer *tok, Text *text, float *logits);   // draws its next id
+static Ending score_next(const Tokenizer *tok, Text *text, float *logits);  // or scores it
+static Ending embed_text(const Model *m, Text *text, float *x);  // or makes x its embedding
+
+// Runs a text to its end, one token at a time. (Part II runs many, and guesses ids: see Drafts.)
+static void run_text(Model *m, const Tokenizer *tok, Text *text) {
+    const Ids *ids = &text->ids;
+    while (text->ending == GOES_ON) {
+        if (!forward(m, ids->p[text->n_run], (int)text->n_run)) {
+            text->ending = INTERRUPTED;
+            break;
+        }
+        text->n_run++;
+        if (text->n_run < text->target) continue;  // the next id is taken as it is
+        if (text->embeds) text->ending = embed_text(m, text, m->state.x);
+        else if (text->target == ids->n) text->ending = draw_next(tok, text, compute_logits(m));
+        else text->ending = score_next(tok, text, compute_logits(m));
+    }
+}
 
 static bool is_stop(const Tokenizer *tok, int id) {
     for (size_t i = 0; i < tok->stop.n; i++) {
@@ -1027,23 +1049,12 @@ static bool is_stop(const Tokenizer *tok, int id) {
     return false;
 }
 
-// Returns true if the answer goes round in circles, as small models do, now that an id has been
-// appended. The id is a repeat if the 8 ids that end with it came at least 3 times before. A repeat
-// adds 1 to a count, any other id takes off 3, and at 256 the answer ends: the counts of lists,
-// tables and code stay far below. The first </think> begins the watch anew.
-static bool repeats_itself(const Tokenizer *tok, Text *text) {
-    enum { LENGTH = 8, TIMES = 3, MOST = 256 };
-    const size_t n = text->ids.n;
-    const int *p = text->ids.p, id = p[n - 1];
-    int times = 0;
-    for (size_t end = n - 1; end >= text->watched + LENGTH && times < TIMES; end--)
-        times += p[end - 1] == id
-            && memcmp(p + end - LENGTH, p + n - LENGTH, LENGTH * sizeof(int)) == 0;
-    text->repeats = times == TIMES ? text->repeats + 1 : text->repeats - min_int(text->repeats, 3);
-    if (id == tok->end_think && text->watched == text->n_prompt)
-        text->watched = n, text->repeats = 0;
-    return text->repeats >= MOST;
-}
+// Writes a token's text. (It may end inside a character: then those bytes wait.) Returns false if
+// option -x TEXT ends the answer here: nothing from TEXT on is written. (Part II)
+static bool writer_token(struct Writer *out, const Tokenizer *tok, int id);
+
+// Returns true if the answer goes round in circles, now that an id has been appended. (Part II)
+static bool repeats_itself(const Tokenizer *tok, Text *text);
 
 // Appends an id to its text and writes it, unless it is a stop id. Returns the text's Ending.
 static Ending append_id(const Tokenizer *tok, Text *text, int id) {
@@ -1061,7 +1072,7 @@ static Ending append_id(const Tokenizer *tok, Text *text, int id) {
 // Calls append_id for a drawn id. Ends thinking after N ids (option -r N) or at repeats. (Part II)
 static Ending accept_id(const Tokenizer *tok, Text *text, int id);
 
-// Draws the target by the logits of the id before it, which are overwritten. Returns as append_id.
+// The logits of the id before are overwritten. Returns as append_id.
 static Ending draw_next(const Tokenizer *tok, Text *text, float *logits) {
     if (text->ids.n == text->max_ids) return LIMIT_REACHED;  // -n 0
     const int id = sample(&text->sampler, logits, tok->vocab_size);
@@ -1085,24 +1096,24 @@ static Ending add_nll(Text *text, double nll) {
     return text->target < text->ids.n ? GOES_ON : COMPLETE;
 }
 
-// Makes x (dim) an embedding: similar texts get similar ones. Returns COMPLETE or FAILED. (Part II)
-static Ending embed_text(const Model *m, Text *text, float *x);
+static Ending score_next(const Tokenizer *tok, Text *text, float *logits) {
+    return add_nll(text, nll_of(tok, logits, text->ids.p[text->target]));
+}
 
-// Runs a text to its end, one token at a time. (Part II runs many, and guesses ids: see Drafts.)
-static void run_text(Model *m, const Tokenizer *tok, Text *text) {
-    const Ids *ids = &text->ids;
-    while (text->ending == GOES_ON) {
-        if (!forward(m, ids->p[text->n_run], (int)text->n_run)) {
-            text->ending = INTERRUPTED;
-            break;
-        }
-        text->n_run++;
-        if (text->n_run < text->target) continue;  // the next id is taken as it is
-        float *logits = text->embeds ? NULL : compute_logits(m);
-        text->ending = text->embeds ? embed_text(m, text, m->state.x)
-            : text->target < ids->n ? add_nll(text, nll_of(tok, logits, ids->p[text->target]))
-            : draw_next(tok, text, logits);
-    }
+// Appends a number to a text's embedding. (Part II)
+static void add_to_vector(Text *text, double number);
+
+// An embedding is rmsnorm(x, rms_final) divided by its length, where x is that of the last id. So
+// the dot product of two is the cosine of their angle: up to 1, for texts that the model takes for
+// alike. (It is of use if a model was trained for it.) Returns COMPLETE, or FAILED if not finite.
+static Ending embed_text(const Model *m, Text *text, float *x) {
+    const int dim = m->config.dim;
+    double squares = 0;
+    rmsnorm(x, x, m->weights.rms_final, dim, m->config.rms_norm_eps);
+    for (int i = 0; i < dim; i++) squares += (double)x[i] * x[i];
+    const double length = fmax(sqrt(squares), 1e-12);
+    for (int i = 0; i < dim; i++) add_to_vector(text, x[i] / length);
+    return isfinite(squares) ? COMPLETE : FAILED;
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -2807,7 +2818,7 @@ static void report(const char *fmt, ...) {
     fprintf(stderr, "qwen3: %.*s\n", (int)shown.n, line);
 }
 
-struct Writer {
+typedef struct Writer {
     bool chat;      // thinking is set apart from the answer
     bool terminal;  // stdout is a terminal
     bool thinking;  // what comes now is thinking
@@ -2816,7 +2827,7 @@ struct Writer {
     Bytes stop;     // -x: the answer ends before this text
     size_t cut;     // bytes that were drawn, but are not written because of it
     Buffer held;    // text that is not written yet
-};
+} Writer;
 
 // Returns how many bytes at the end have to wait: those of an unfinished UTF-8 character, or for
 // add_printable a carriage return, because it keeps only one before a newline.
@@ -2902,6 +2913,24 @@ static const struct { const char *by, *name; } endings[] = {  // what ends an an
     [CONTEXT_ENDED] = {"a full context (-c)", "context"},
     [REPEATS] = {"repeating itself (-e 1.1 helps, -n -1 lets it go on)", "loop"}};
 _Static_assert(sizeof(endings) == INTERRUPTED * sizeof(*endings), "an ending has its names here");
+
+// Returns true if the answer goes round in circles, as small models do, now that an id has been
+// appended. The id is a repeat if the 8 ids that end with it came at least 3 times before. A repeat
+// adds 1 to a count, any other id takes off 3, and at 256 the answer ends: the counts of lists,
+// tables and code stay far below. The first </think> begins the watch anew.
+static bool repeats_itself(const Tokenizer *tok, Text *text) {
+    enum { LENGTH = 8, TIMES = 3, MOST = 256 };
+    const size_t n = text->ids.n;
+    const int *p = text->ids.p, id = p[n - 1];
+    int times = 0;
+    for (size_t end = n - 1; end >= text->watched + LENGTH && times < TIMES; end--)
+        times += p[end - 1] == id
+            && memcmp(p + end - LENGTH, p + n - LENGTH, LENGTH * sizeof(int)) == 0;
+    text->repeats = times == TIMES ? text->repeats + 1 : text->repeats - min_int(text->repeats, 3);
+    if (id == tok->end_think && text->watched == text->n_prompt)
+        text->watched = n, text->repeats = 0;
+    return text->repeats >= MOST;
+}
 
 static Ending accept_id(const Tokenizer *tok, Text *t, int id) {
     Slot *slot = t->slot;
@@ -3369,17 +3398,10 @@ static void add_result(Buffer *line, const Engine *e, const Text *t, const Ids *
     buffer_add(line, bytes(object ? "}\n" : "\n"));
 }
 
-// The answer is x after the final norm, L2-normalized, as a JSON array.
-static Ending embed_text(const Model *m, Text *t, float *x) {
-    const Config *c = &m->config;
+static void add_to_vector(Text *t, double number) {
     Buffer *out = &t->slot->own.out;
-    double squares = 0;
-    rmsnorm(x, x, m->weights.rms_final, c->dim, c->rms_norm_eps);
-    for (int i = 0; i < c->dim; i++) squares += (double)x[i] * x[i];
-    const double length = fmax(sqrt(squares), 1e-12);
-    for (int i = 0; i < c->dim; i++) buffer_print(out, "%s%.9g", i ? ", " : "[", x[i] / length);
-    buffer_add(out, bytes("]"));
-    return isfinite(squares) ? COMPLETE : FAILED;
+    out->n -= out->n > 0;  // "]"
+    buffer_print(out, "%s%.9g]", out->n ? ", " : "[", number);
 }
 
 #define UNLIKELY \
@@ -4730,7 +4752,7 @@ INLINE float choose(int32_t yes, float a, float b) {
 #define ROUNDER 12582912.0f
 
 // exp(x) = 2^n e^r with n = round(x / ln 2) and |r| <= ln 2 / 2; e^r is a polynomial (Cephes expf).
-// exp(0) is exactly 1. For x < -87.7 the result is 0, because n = -127 makes the exponent's bits 0.
+// exp(0) is exactly 1. Below -126.5 ln 2 it is 0, because n = -127 makes the exponent's bits 0.
 INLINE float fast_exp(float x) {
     float clamped = choose(x < -88.0f, -88.0f, choose(x > 88.0f, 88.0f, x));
     float shifted = mul_add(clamped, 1.44269504f, ROUNDER), n = shifted - ROUNDER;
