@@ -69,15 +69,16 @@
    the token of x. So an answer's first token is drawn by the last x of the prompt. The logits of an
    earlier x only tell how well the model predicts a given text. Its perplexity is exp(the mean of
    -log(p) of its tokens but the first): 20 if the model is as unsure as among 20 equally likely
-   tokens. A text's embedding is made of its last x, too (embed_text).
+   tokens. Its embedding is made of its last x (embed_text).
 
    To learn how a model runs, read Part I: run_layer, forward and run_text first, because they name
    the rest, then from the top. It defines, in plain C, how one text runs, one token at a time, from
    its bytes to the answer's. What it only declares (Unicode, output, thinking, SIMD) has a comment
    that says what it does. Part II, the program, runs many texts at once, in passes of many tokens.
-   Part III, the machine, computes a pass with threads and SIMD instructions. Both give Part I's
-   results bit for bit, in less time. `make plain` (-DPLAIN) builds a program that runs run_text,
-   for debuggers and tests. A port to another CPU begins with it, then adds "SIMD primitives".
+   Part III, the machine, computes a pass with threads and SIMD instructions. Together they give
+   Part I's results bit for bit, in less time. `make plain` (-DPLAIN) builds a program that runs
+   run_text, for tests and debuggers (break at run_layer). A port to another CPU begins with it,
+   then adds "SIMD primitives".
 
    Part I, the model              Part II, the program                      Part III, the machine
      Types, with their shapes       Errors and memory     Checks and notices    SIMD primitives
@@ -153,7 +154,7 @@ typedef struct {
     int no_qk_norm;         // 1: no QK-norm (Qwen2)
     int n_experts;          // 0: not a mixture of experts; HF num_experts
     int n_experts_used;     // by each token; HF num_experts_per_tok
-    int no_topk_norm;       // 1: their shares add up to less than 1; HF norm_topk_prob = false
+    int no_topk_norm;       // 1: their shares need not add up to 1; HF norm_topk_prob = false
     int q_dim;              // n_heads * head_dim
     int kv_dim;             // n_kv_heads * head_dim
     int rotary_dim;         // elements of a head that rope rotates, from the first on: head_dim
@@ -161,15 +162,13 @@ typedef struct {
     int cache_bits;         // of a number in the KV cache, 32 or 8 (option -C 8)
 } Config;
 
-// A quantized matrix: see Quantization and the matrix product.
+// A quantized matrix: see Quantization and the matrix product; for the order in memory, weight_int.
 typedef struct {
-    int rows;
-    int cols;
+    int rows, cols;
     int group_size;        // consecutive weights of a row, a group, have one scale
     int bits;              // of a weight, 8 or 4
     const int8_t *bytes;   // (rows, cols * bits / 8)  8 bits: int8; 4: two weights in a byte
-    const void *scales;    // (rows, cols / group_size)  8 bits: float; 4: see half_float. The order
-                           // of both in memory is that of panels: see weight_int
+    const void *scales;    // (rows, cols / group_size)  8 bits: float; 4: see half_float
     const int8_t *levels;  // (16) with 4 bits         the int8 that a nibble stands for
 } Matrix;
 
@@ -180,12 +179,10 @@ typedef struct {
     const float *bq;       // (q_dim) or NULL             self_attn.q_proj.bias
     const float *bk, *bv;  // (kv_dim) or NULL            self_attn.k_proj.bias, v_proj.bias
     Matrix wq;             // (q_dim, dim)                self_attn.q_proj
-    Matrix wk;             // (kv_dim, dim)               self_attn.k_proj
-    Matrix wv;             // (kv_dim, dim)               self_attn.v_proj
+    Matrix wk, wv;         // (kv_dim, dim)               self_attn.k_proj, v_proj
     Matrix wo;             // (dim, q_dim)                self_attn.o_proj
     // With experts, w1, w3 and w2 hold the rows of expert 0, then those of expert 1, and so on.
-    Matrix w1;             // (hidden_dim, dim)           mlp.gate_proj
-    Matrix w3;             // (hidden_dim, dim)           mlp.up_proj
+    Matrix w1, w3;         // (hidden_dim, dim)           mlp.gate_proj, up_proj
     Matrix w2;             // (dim, hidden_dim)           mlp.down_proj
     const float *router;   // (n_experts, dim) or NULL    mlp.gate
     int kv_layer;          // its number in the KV cache: layers before it with keys and values
@@ -203,9 +200,8 @@ typedef struct {   // a vector (cols) as int8 values, and a scale for each group
     float *scale;  // (cols / group_size)
 } Q8;
 
-// What changes while the model runs, with the vectors of one token: Part I's functions read their
-// input here and write their results here. Part III has vectors of many tokens (Pass, and those of
-// a Worker), and its KV cache has the same numbers in another order: see there.
+// What changes while the model runs: vectors of one token, which Part I's functions read and write,
+// and the KV cache. (Part III has a Pass: vectors of many tokens, and a cache of blocks.)
 typedef struct {
     float *x;          // (dim)           the residual stream
     float *cos, *sin;  // (rotary_dim / 2)  of the angles of rope at the token's position
@@ -229,8 +225,7 @@ typedef struct {
 typedef struct { Config config; Weights weights; State state; } Model;  // load_model (Part II)
 
 // ------------------------------------------------------------------------------------------------
-// Math: what a layer computes on one vector. Part III, Vector math, has what is only declared here:
-// it is written for a CPU, or so that compilers vectorize it.
+// Math: what a layer computes on one vector. (Part III, Vector math, has what is only declared.)
 //
 // Equal bits: a sum of floats depends on the order of its terms. So each sum has one order here,
 // which Part III keeps: a text's results never depend on threads, on how many tokens run together
@@ -368,17 +363,17 @@ static void add(float *x, const float *y, int n) {
 // ------------------------------------------------------------------------------------------------
 // Embedding and rope: a token's first x, and what tells the layers its position
 //
-// rope rotates each pair (q[j], q[j + head_dim/2]), j < head_dim/2, by the angle pos * theta^(-2j /
-// head_dim), and k in the same way. If both turn by the same angle, q . k stays: so it depends on
-// the positions only by their distance. theta is mostly 1e6. Pair 0 turns by 1 radian a position:
-// it tells neighbours apart, but after 6 positions it has gone round nearly once. Slower pairs tell
-// near from far: pair 36 of 64 goes round in 14,900 positions. The last one turns almost theta
-// times as slowly as pair 0: by 3 degrees in 40,960 positions, which are nearly one place for it.
+// rope rotates each pair (q[j], q[j + rotary_dim/2]), j < rotary_dim/2, by the angle pos *
+// theta^(-2j / rotary_dim), and k in the same way. If both turn by the same angle, q . k stays: so
+// it depends on the positions only by their distance. theta is mostly 1e6. Pair 0 turns by 1 radian
+// a position: it tells neighbours apart, but after 6 positions it has gone round nearly once.
+// Slower pairs tell near from far: pair 36 of 64 goes round in 14,900 positions. The last pair
+// turns almost theta times as slowly as pair 0: by 3 degrees in 40,960 positions.
 
-// Returns the frequency of pair j in radians per position: theta^(-2j / head_dim). If rope is
-// scaled for texts longer than in training (YaRN, arXiv 2309.00071), the file has other
-// frequencies: the slow pairs turn slower still, so that they go round no further than in training.
-// More positions make a softmax flatter. Against this, a factor on cos and sin makes q . k larger.
+// Returns the frequency of pair j in radians per position. If rope is scaled for texts longer than
+// in training (YaRN, arXiv 2309.00071), the file has other frequencies: the slow pairs turn slower
+// still, so that they go round no further than in training. More positions make a softmax flatter.
+// Against this, a factor on cos and sin makes q . k larger.
 static float rope_frequency(const Config *c, int j) {
     return c->rope_scaling ? c->rope_freq[j] : 1 / powf(c->rope_theta, 2.0f * j / c->rotary_dim);
 }
@@ -469,9 +464,8 @@ static void qkv(Model *m, int l, int pos) {
         norm_and_rope(c, k + i * c->head_dim, layer->k_norm, s->cos, s->sin);
     }
     if (c->cache_bits == 8) {
-        // A few elements of Qwen2.5's bk, in pairs that rope hardly turns, are 100 times the rest,
-        // and would make their groups coarse. So k - bk is stored, without them: each score of a q
-        // loses the same number, q . bk, and the shares stay.
+        // A few elements of Qwen2.5's bk, in pairs that rope hardly turns, are 100 times the rest.
+        // k - bk lacks them. All scores of a q lose the same number, q . bk, and its shares stay.
         for (int i = 0; layer->bk && i < c->kv_dim; i++) k[i] -= layer->bk[i];
         round_to_int8(k, c->kv_dim);
         round_to_int8(v, c->kv_dim);
@@ -633,15 +627,15 @@ static float *compute_logits(Model *m) {
 
 // ------------------------------------------------------------------------------------------------
 // Text to tokens. Added tokens were put into the vocabulary by hand. Most are marks: <|im_start|>
-// says to the model that a message begins. A raw text is cut at all of them, a user's message at no
-// marks: there <|im_start|> is plain text. The text between them is normalized: in Unicode's form
-// NFC, e and a combining accent (U+0301) become one character (U+00E9), so that both spellings get
-// the same ids. Then a regular expression cuts it into pieces, mostly words with the space before
-// them: "Hello, world" becomes "Hello" "," " world", ids 9707 11 1879. Then comes byte-pair
-// encoding: each byte of a piece is a token. A merge makes one token of two neighbours, if their
-// bytes together are a token. The merge of the highest priority is next: l o w e r -> l o w er ->
-// l ow er -> l ower -> lower. Vocabulary and priorities were made before training, from the most
-// frequent pairs of the training texts: the model only knows texts that are cut in this way.
+// tells the model that a message begins. A raw text is cut at all added tokens, a user's message at
+// no marks: there <|im_start|> is plain text. What lies between gets Unicode's form NFC: e and a
+// combining accent (U+0301), which is no letter and would be cut off, become one letter (U+00E9).
+// So both spellings get the same ids. Then a regular expression cuts it into pieces, mostly words
+// with the space before them: "Hello, world" becomes "Hello" "," " world", ids 9707 11 1879. Then
+// comes byte-pair encoding: at first each byte of a piece is a token. A merge makes one token of
+// two neighbours, if their bytes together are a token. The merge of the highest priority is next:
+// l o w e r -> l o w er -> l ow er -> l ower -> lower. Vocabulary and priorities were made before
+// training, from the texts' most frequent pairs: the model only knows texts that are cut so.
 
 typedef struct { const uint8_t *p; size_t n; } Bytes;  // owned elsewhere; no NUL ends a text
 typedef struct { uint8_t *p; size_t n, cap; } Buffer;  // bytes that grow: p has room for `cap`
@@ -660,8 +654,8 @@ static Bytes bytes_from(Bytes b, size_t start) {  // b.p may be NULL if `start` 
 }
 
 enum { OTHER, LETTER, NUMBER, SPACE, END };  // classes of characters; END: after the text
-// Bits of Tokenizer.kind. SPECIAL: its text is not written. NORMALIZED: looked for after NFC. The
-// text of an ADDED token becomes it in a raw text; in an answer if ANSWERED; elsewhere if A_WORD.
+// Bits of Tokenizer.kind. SPECIAL: its text is not written. NORMALIZED: looked for after NFC. Text
+// that spells a token becomes it: in a raw text if ADDED, in an answer if ANSWERED, else if A_WORD.
 enum { ADDED = 1, SPECIAL = 2, NORMALIZED = 4, A_WORD = 8, ANSWERED = 16 };
 enum { SYSTEM, USER, ASSISTANT };  // who wrote a message
 
@@ -753,7 +747,7 @@ static size_t piece_length(const Tokenizer *tok, Bytes text) {
     if (a.class == NUMBER) return a.n;                                               // 3
     if (a.class == SPACE && !(a.c == ' ' && b.class == OTHER))
         return space_length(tok, text);                                              // 5-7
-    for (end = run_end(tok, text, a.n, OTHER); end < text.n && is_newline(text.p[end]);) end++;
+    for (end = run_end(tok, text, a.n, OTHER); end < text.n && is_newline(text.p[end]); end++) {}
     return end;                                         // 4: a is OTHER, or a space before one
 }
 
@@ -776,7 +770,7 @@ static void encode_piece(const Tokenizer *tok, Bytes s, Ids *out) {
     for (size_t i = 0; i < s.n; i++) ids_add(out, token_find(tok, (Bytes){s.p + i, 1}, false));
     while (!interrupted) {
         int *best = NULL, merged = -1;  // the pair of the highest priority, and what it makes
-        Bytes both = s;
+        Bytes both = s;                 // the bytes of a pair in s
         for (int *pair = out->p + first; pair + 1 < out->p + out->n; pair++) {
             both.n = tok->text[pair[0]].n + tok->text[pair[1]].n;
             const int id = token_find(tok, both, false);
@@ -845,9 +839,8 @@ static void encode_raw(const Tokenizer *tok, Bytes text, Ids *out) {
 // ------------------------------------------------------------------------------------------------
 // The sampler: repetition penalty, presence penalty (which HF lacks), temperature, top-k, top-p, in
 // HF's order. (The likeliest token each time would make a dull text that repeats itself.) Top-k and
-// top-p cut off the many unlikely tokens: else one would be drawn now and then. Likelier ones come
-// first, of equal ones the lower id. But nothing is sorted: each step is a loop over the vocabulary
-// that compilers vectorize. Most steps take the same time for all probabilities.
+// top-p cut off the many unlikely tokens: else one would be drawn now and then. Of equally likely
+// tokens, the lower id counts as likelier. Nothing is sorted: each step loops over all tokens.
 
 typedef struct {
     float temperature;  // divides the logits: < 1 favours likely tokens; 0: always the likeliest
@@ -900,7 +893,7 @@ static void keep_likelier(float *p, int n, int id) {
 }
 
 // Sets all p but the k largest to 0; of equal ones the lower ids stay. The largest p is 1, others
-// go down to 1e-38: so the search divides by 256 while fewer than k are found, then it halves what
+// go down to 8e-39: so the search divides by 256 while fewer than k are found, then it halves what
 // is left. At all times at least k values are >= least, and fewer than k are >= above.
 static void keep_top_k(float *p, int n, int k) {
     float least = 0, above = 2;
@@ -939,11 +932,11 @@ static int token_at(const float *p, int n, double point) {
 // The repetition penalty (HF RepetitionPenaltyLogitsProcessor), then the presence penalty
 static void penalize(const Sampler *sampler, float *logits, int n) {
     const float repetition = sampler->repetition, presence = sampler->presence;
-    for (int i = 0; i < n && repetition != 1; i++) {
+    for (int i = 0; repetition != 1 && i < n; i++) {
         float lower = logits[i] < 0 ? logits[i] * repetition : logits[i] / repetition;
         if (sampler->seen[i]) logits[i] = lower;
     }
-    for (int i = 0; i < n && presence != 0; i++) logits[i] -= sampler->in_answer[i] ? presence : 0;
+    for (int i = 0; presence != 0 && i < n; i++) logits[i] -= sampler->in_answer[i] ? presence : 0;
 }
 
 // Draws the next token by its logits (n), which are overwritten. Returns -1 if they are not finite.
@@ -983,7 +976,7 @@ static double log_sum_exp(float *logits, int n) {
 //
 //   use             target begins at  each target ...                  the text ends
 //   an answer       the prompt's end  is drawn, written and appended   by one of the Endings below
-//   a perplexity    1                 is there: its -log(p) is added   COMPLETE after its last id
+//   a perplexity    1                 is there: its -log(p) is added   COMPLETE: the last isn't run
 //   an embedding    the text's end    is no id: x becomes the result   COMPLETE
 //
 // For example, a prompt of the ids A B C gets two drawn ids, D and E, and then a stop id is drawn:
@@ -992,8 +985,7 @@ static double log_sum_exp(float *logits, int n) {
 //   A B C      0      3       A and B run: the ids after them are taken as they are
 //   A B C      2      3       C runs, and D is drawn
 //   A B C D    3      4       D runs, and E is drawn
-//   A B C D E  4      5       E runs, and a stop id is drawn, which is not appended
-//   A B C D E  5      5       COMPLETE
+//   A B C D E  4      5       E runs, and a stop id is drawn, which is not appended: COMPLETE
 
 typedef enum {
     GOES_ON,
@@ -1001,7 +993,7 @@ typedef enum {
     IN_THINKING,                   // a stop id before the thinking has ended (Part II)
     LIMIT_REACHED, CONTEXT_ENDED,  // -n; -c
     REPEATS,                       // without -n: the answer goes round in circles
-    INTERRUPTED, FAILED            // Ctrl-C; the logits, or an embedding, are not finite
+    INTERRUPTED, FAILED            // any text: Ctrl-C; logits, or an embedding, are not finite
 } Ending;
 
 typedef struct Text {  // add_text makes it (Part II) of a prompt that has ids and fits
@@ -1011,20 +1003,20 @@ typedef struct Text {  // add_text makes it (Part II) of a prompt that has ids a
     size_t n_prompt;   // ids of the prompt
     size_t max_ids;    // the most ids of prompt and answer together (option -n)
     size_t context;    // the most positions that fit into the cache (option -c)
-    size_t watched;    // repeats are looked for from this id on: first n_prompt; with -n INT_MAX
-    int repeats;       // how much it repeats itself: see repeats_itself
+    size_t watched;    // repeats count from this id on: first n_prompt; with -n never (INT_MAX)
+    int repeats;       // how much it repeats itself: see repeats_itself (Part II)
     bool embeds;       // no id is predicted: x becomes an embedding
-    double nll;        // the sum of -log(probability) of its scored ids (negative log-likelihood)
+    double nll;        // the sum of -log(p) of its n scored ids: its perplexity is exp(nll / n)
     Ending ending;
     Sampler sampler;
     struct Writer *writer; // where the answer goes (Part II)
     struct Slot *slot;     // what else Part II keeps of it
 } Text;
 
-// What run_text does with a text after an id has run. Each returns the text's Ending, or GOES_ON.
+// What run_text does with a text after an id has run. Each returns the text's Ending.
 static Ending draw_next(const Tokenizer *tok, Text *text, float *logits);   // draws its next id
 static Ending score_next(const Tokenizer *tok, Text *text, float *logits);  // or scores it
-static Ending embed_text(const Model *m, Text *text, float *x);  // or makes x its embedding
+static Ending embed_text(const Model *m, Text *text, float *x);             // or makes x a result
 
 // Runs a text to its end, one token at a time. (Part II runs many, and guesses ids: see Drafts.)
 static void run_text(Model *m, const Tokenizer *tok, Text *text) {
@@ -1049,12 +1041,10 @@ static bool is_stop(const Tokenizer *tok, int id) {
     return false;
 }
 
-// Writes a token's text. (It may end inside a character: then those bytes wait.) Returns false if
-// option -x TEXT ends the answer here: nothing from TEXT on is written. (Part II)
+// Part II. writer_token writes a token's text. (It may end inside a character: then those bytes
+// wait.) It returns false if option -x TEXT ends the answer: nothing from TEXT on is written.
 static bool writer_token(struct Writer *out, const Tokenizer *tok, int id);
-
-// Returns true if the answer goes round in circles, now that an id has been appended. (Part II)
-static bool repeats_itself(const Tokenizer *tok, Text *text);
+static bool repeats_itself(const Tokenizer *tok, Text *text);  // it goes round in circles
 
 // Appends an id to its text and writes it, unless it is a stop id. Returns the text's Ending.
 static Ending append_id(const Tokenizer *tok, Text *text, int id) {
@@ -1079,7 +1069,7 @@ static Ending draw_next(const Tokenizer *tok, Text *text, float *logits) {
     return id < 0 ? FAILED : accept_id(tok, text, id);
 }
 
-// Returns the logit of an id. (Part II. There a given answer may end with -1: any stop id.)
+// Returns logits[id]; for -1, any stop id, log(sum(exp(their logits))). (Part II: given answers)
 static double logit_of(const Tokenizer *tok, const float *logits, int id);
 
 // Returns -log(probability) of an id by the logits of the id before it, which are overwritten.
@@ -1100,12 +1090,11 @@ static Ending score_next(const Tokenizer *tok, Text *text, float *logits) {
     return add_nll(text, nll_of(tok, logits, text->ids.p[text->target]));
 }
 
-// Appends a number to a text's embedding. (Part II)
-static void add_to_vector(Text *text, double number);
+static void add_to_vector(Text *text, double number);  // appends it to the result (Part II)
 
-// An embedding is rmsnorm(x, rms_final) divided by its length, where x is that of the last id. So
-// the dot product of two is the cosine of their angle: up to 1, for texts that the model takes for
-// alike. (It is of use if a model was trained for it.) Returns COMPLETE, or FAILED if not finite.
+// A text's embedding is rmsnorm(x, rms_final), of its last id, divided by its length. So the dot
+// product of two is the cosine of their angle: the nearer to 1, the more alike are the texts to a
+// model that was trained for this. Returns COMPLETE, or FAILED if it is not finite.
 static Ending embed_text(const Model *m, Text *text, float *x) {
     const int dim = m->config.dim;
     double squares = 0;
@@ -1126,16 +1115,16 @@ static Ending embed_text(const Model *m, Text *text, float *x) {
 // <think>, what it considers, and </think>. Then it writes the answer and <|im_end|>.
 //
 // export.py has turned the template into a ChatFormat. Each turn encodes the whole conversation
-// anew. In Part II its first ids do not run again, as far as the cache has them. But its last id
-// always runs, because its x gives the logits. If a <think> block, even an empty one, came before
-// the last answer, the next turn leaves it out, as in training. The tokens after it then have other
-// positions and see other tokens: so they run again.
+// anew from its text: so it has the ids that this text had in training, although the model may have
+// drawn others. In Part II its first ids do not run again, as far as the cache has them. If a
+// <think> block, even an empty one, came before the last answer, the next turn leaves it out, as in
+// training. So the tokens after it run again: they have other positions and see other tokens.
 
 typedef struct {
     int role;     // SYSTEM (instructions for all of it), USER or ASSISTANT (the model)
-    Ids ids;      // of an answer that the model drew: its tokens
-    Buffer text;  // of any other message, its bytes. If option -x TEXT ended a drawn answer inside
-                  // a token: that token's bytes before TEXT (Part II takes the token out of ids)
+    Ids ids;      // the tokens of an answer that the model drew
+    Buffer text;  // the bytes of any other message. (Of a drawn answer, what follows ids: if option
+                  // -x TEXT ended it inside a token, the bytes of this token before TEXT)
 } Message;
 
 typedef struct { Message *p; size_t n, cap; } Conversation;
@@ -2916,8 +2905,8 @@ _Static_assert(sizeof(endings) == INTERRUPTED * sizeof(*endings), "an ending has
 
 // Returns true if the answer goes round in circles, as small models do, now that an id has been
 // appended. The id is a repeat if the 8 ids that end with it came at least 3 times before. A repeat
-// adds 1 to a count, any other id takes off 3, and at 256 the answer ends: the counts of lists,
-// tables and code stay far below. The first </think> begins the watch anew.
+// adds 1 to a count, any other id takes off 3, and at 256 the answer ends (in thinking, only that):
+// the counts of lists, tables and code stay far below. The first </think> begins the watch anew.
 static bool repeats_itself(const Tokenizer *tok, Text *text) {
     enum { LENGTH = 8, TIMES = 3, MOST = 256 };
     const size_t n = text->ids.n;
