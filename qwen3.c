@@ -2348,14 +2348,14 @@ static Options parse_options(int argc, char **argv) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Texts and places. A text waits, runs, ends. It has a place until a newer one needs it. The order:
+// Texts and places. A text waits, runs and ends. Its place is free then, and its results stay there
+// until the next text takes it. The order of places:
 //
-//   0            n_running         n_texts             most_texts
-//   | run        | wait to run     | free                       |
-//   | first come ...     last come | ended last ... ended first |
+//   0            n_running         n_texts  most_texts
+//   | run        | wait to run     | free   |
+//   | first come ...     last come |        |
 //
-// The next text gets the last place, order[most_texts]. There is one place more than texts may run
-// or wait: so that of the text that ended last stays, and a new text may share its beginning.
+// What the machine keeps of a text that ended is a thing of its own, a Kept: see Many texts at once.
 
 enum { MOST_TEXTS = 32 };              // that run together
 enum { THINKS = -2, FIRST_IDS = -1 };  // Slot.choice: it thinks; then the TEXTs' first ids come
@@ -2375,7 +2375,15 @@ typedef struct Choices {
     size_t before;     // so many ids of the prompt, all or none, stand before the tokens of each
 } Choices;
 
-typedef struct Slot {  // what Part II keeps of a text, beside Text
+typedef struct Blocks { int *p, n; } Blocks;  // of the cache: position pos is in p[pos / block_len]
+
+typedef struct Kept {  // what is kept of a text that ended or had to stop
+    int *ids;          // (n) the first ones, that ran
+    size_t n;          // 0: nothing is kept
+    Blocks blocks;     // with their keys and values
+} Kept;
+
+typedef struct Slot {  // what Part II has of a text, beside Text
     const struct Engine *engine;
     struct {           // memory of the place, which the next text there uses again
         Ids all;       // the prompt, with room for context + 1 ids: Text.ids, a part, never moves
@@ -2383,7 +2391,7 @@ typedef struct Slot {  // what Part II keeps of a text, beside Text
         Choices choices;  // the given answers: with -o @NAME its own, else those of all texts
         double *nll;   // (choices.n) -log of their probabilities
         size_t nll_cap;
-        int *blocks;   // of the cache: position pos is in blocks[pos / block_len]
+        Blocks blocks; // of a text that runs; one that waits has none
     } own;
     size_t number;     // of its line in a list, from 0
     double start;      // when it was added
@@ -2395,8 +2403,7 @@ typedef struct Slot {  // what Part II keeps of a text, beside Text
     int n_begun;       // given answers that were scored, or are
     struct Slot *asker;  // whose given answers it scores: its own, or another's (see add_helpers)
     // Many texts at once only:
-    int n_blocks;      // how many blocks it has
-    bool waited;       // it had to, and gave its blocks away
+    bool waited;       // it ran and had to stop, because the others needed blocks
     int rows;          // ids that run in this pass, without guesses
     int first;         // the first of its needed rows, once these have moved to the front
     int guesses;       // so many ids after the text were guessed for this pass
@@ -2411,12 +2418,12 @@ typedef struct Engine {  // the program's state
     Mode mode;         // -m, or what the model is made for
     int kind;          // of results: mode, or CHOICES, or OWN_CHOICES
     // The texts:
-    Text places[MOST_TEXTS + 1];
-    Slot slots[MOST_TEXTS + 1];
-    Text *order[MOST_TEXTS + 1];
+    Text places[MOST_TEXTS];
+    Slot slots[MOST_TEXTS];
+    Text *order[MOST_TEXTS];
     int n_running;
     int n_texts;       // texts that run or wait
-    int most_texts;    // the maximum of n_texts; order has one element more
+    int most_texts;    // the maximum of n_texts
     size_t n_rows;     // tokens that ran so far
     double prompt_end; // when the first text had run its prompt, or 0
     // Answers, their thinking, and given answers (-o):
@@ -2432,8 +2439,9 @@ typedef struct Engine {  // the program's state
     // Many texts at once only:
     int needed;        // rows of this pass that get logits
     double *row_nll;   // (logit_rows) -log(probability) of the id after each, if it is there
-    int *users;        // (Pass.n_blocks) how many texts have this block
-    int n_unused;      // blocks that no text has
+    Kept kept[MOST_TEXTS + 1];  // what was used last comes first
+    int *users;        // (Pass.n_blocks) how many texts that run, and Kepts, have this block
+    int n_unused;      // blocks that nobody has
     int credit;        // of drafts: see there
     // Prompts, and what was said of them:
     Conversation conversation;  // of a chat, or of a list's line
@@ -2445,12 +2453,14 @@ typedef struct Engine {  // the program's state
     bool gave_notices, gave_blank_choice, gave_blank_prompt, gave_not_utf8;  // each is given once
 } Engine;
 
-// With -DPLAIN the next four functions differ. drop_after forgets what ran after a text's first n
-// ids (with -DPLAIN all that ran). start_texts starts texts that wait, as many as can run now.
-// run_pass runs each text that runs a step further, or with -DPLAIN the first text to its end;
-// false: Ctrl-C. logits_at_end returns the logits after a text that ended without a draw.
+// With -DPLAIN the next five functions differ. go_back makes n_run n or less, with -DPLAIN 0: the
+// ids from n_run on run again. keep_text keeps what ran of a text that ends, for later ones.
+// start_texts starts texts that wait, as many as can run now. run_pass runs each text that runs a
+// step further, or with -DPLAIN the first text to its end; false: Ctrl-C. logits_at_end returns the
+// logits after a text that ended without a draw.
 #ifdef PLAIN
-static void drop_after(Engine *e, Text *t, size_t n) { (void)e, (void)n, t->n_run = 0; }
+static void go_back(Engine *e, Text *t, size_t n) { (void)e, (void)n, t->n_run = 0; }
+static void keep_text(Engine *e, Text *t) { (void)e, (void)t; }
 static void start_texts(Engine *e) { (void)e; }
 static float *logits_at_end(Engine *e, Text *t) { return (void)t, e->model.state.logits; }
 
@@ -2469,101 +2479,161 @@ static bool run_pass(Engine *e) {
 // tokens: each answer is the one that its text gets alone. A conversation has one text at a time.
 //
 // The cache is a pool of blocks, which a text takes as it grows (a paged KV cache: vLLM, arXiv
-// 2309.06180): it holds many texts that could become long, but mostly do not. A text that begins
-// like another shares its blocks (prefix sharing): each block counts its users. A turn begins like
-// the turn before it, and the texts of a list often begin with one instruction. A text that does
-// not run keeps its blocks until they or its place are needed, from right to left in the order: so
-// a text can share with one that has ended, too. When no block is left, the youngest text has to
-// wait. Later it runs again up to the last id that it drew (preemption by recomputation).
+// 2309.06180): it holds many texts that could become long, but mostly do not. When a text ends, its
+// blocks go to a Kept. A text takes the ids with which it begins from a Kept or a text that runs
+// (prefix sharing): each block counts its users. A turn begins like the turn before it, and the
+// texts of a list often begin with one instruction. When no block is left, Kepts lose theirs, first
+// the one that was used the longest time ago. Then the youngest text has to stop, and becomes a
+// Kept itself. Later it runs again up to the last id that it drew (preemption by recomputation).
 //
 // The invariant: a row is written only into a block with one user, and what counts as run (n_run;
 // guesses do not) is never written again. So whoever shares a block finds in it what ran there. Two
-// texts share whole blocks; the block in which they begin to differ is copied.
+// texts share whole blocks; the block in which they begin to differ is copied. The contract: where
+// a text starts, or goes back, at most n ids count as run. The others run again: the same bits.
 
 #ifndef CHECKED  // with it, the tests' functions of these names assert the invariant
 #define check_rows(e, n) (void)0
 #define check_copy(e, to, from) (void)0
+#define give_up(n) (n)  // theirs draws a number up to n
 #endif
 
-static void take_block(Engine *e, Text *t, int block) {
+static void add_block(Engine *e, Blocks *blocks, int block) {
     e->n_unused -= e->users[block]++ == 0;
-    t->slot->own.blocks[t->slot->n_blocks++] = block;
+    blocks->p[blocks->n++] = block;
+}
+
+// Gives back all blocks but the first n.
+static void cut_blocks(Engine *e, Blocks *blocks, int n) {
+    while (blocks->n > n) e->n_unused += --e->users[blocks->p[--blocks->n]] == 0;
+}
+
+// Returns how many blocks n positions take.
+static int count_blocks(const Engine *e, size_t n) {
+    return (int)((n + e->pass->block_len - 1) / e->pass->block_len);
 }
 
 // Gives back the blocks after n ids, and the one that n cuts if others use it, because the text
 // would write there: then this block's ids run again.
-static void drop_after(Engine *e, Text *t, size_t n) {
+static void go_back(Engine *e, Text *t, size_t n) {
+    Blocks *blocks = &t->slot->own.blocks;
     const size_t len = e->pass->block_len;
-    Slot *slot = t->slot;
-    for (size_t start; slot->n_blocks * len > n; slot->n_blocks--) {
-        start = (slot->n_blocks - 1) * len;
-        int *users = &e->users[slot->own.blocks[start / len]];
-        if (start < n && *users == 1) break;
-        e->n_unused += --*users == 0;
+    n = give_up(min_size(n, t->n_run));
+    cut_blocks(e, blocks, count_blocks(e, n));
+    if (n % len && e->users[blocks->p[n / len]] > 1) {
+        n -= n % len;
+        cut_blocks(e, blocks, (int)(n / len));
     }
-    t->n_run = min_size(n, slot->n_blocks * len);
+    t->n_run = n;
+}
+
+// Returns how many of n ids that ran, or will run, a text can take: those with which it begins. The
+// id before its target is not taken: it always runs, because its logits are needed.
+static size_t count_common(const Text *t, const int *ids, size_t n) {
+    size_t same = 0;
+    n = min_size(n, t->target - 1);
+    while (same < n && ids[same] == t->ids.p[same]) same++;
+    return same;
+}
+
+// Makes a Kept the first one, the one that was used last.
+static void use_kept(Engine *e, Kept *kept) {
+    const Kept used = *kept;
+    memmove(e->kept + 1, e->kept, (kept - e->kept) * sizeof(*kept));
+    e->kept[0] = used;
+}
+
+// What ran of a text becomes a Kept, in place of one that begins it, or else of the one that was
+// used the longest time ago. If it begins a Kept itself, this one stays.
+static void keep_text(Engine *e, Text *t) {
+    Blocks *blocks = &t->slot->own.blocks;
+    Kept *kept = e->kept, *last = e->kept + e->most_texts;
+    const size_t n = t->n_run;
+    cut_blocks(e, blocks, count_blocks(e, n));
+    for (; kept < last; kept++) {
+        const size_t same = min_size(kept->n, n);
+        if (same > 0 && memcmp(kept->ids, t->ids.p, same * sizeof(int)) == 0) break;
+    }
+    if (kept == last || kept->n < n) {
+        const Blocks old = kept->blocks;
+        kept->blocks = *blocks;
+        *blocks = old;
+        memcpy(kept->ids, t->ids.p, n * sizeof(int));
+        kept->n = n;
+    }
+    cut_blocks(e, blocks, 0);
+    use_kept(e, kept);
 }
 
 // Gives a text the blocks that it lacks for its ids and `more`. Returns false, and gives none, if
-// fewer than `spare` would stay unused. Even then, texts that do not run may have lost theirs.
+// fewer than `spare` would stay unused. Even then, Kepts may have lost theirs.
 static bool take_blocks(Engine *e, Text *t, int more, int spare) {
-    const size_t len = e->pass->block_len;
     const size_t n = min_size(t->ids.n + more, t->context);  // the last id may not fit, nor run
-    int lacks = (int)((n + len - 1) / len) - t->slot->n_blocks;
-    for (int i = e->most_texts; i >= e->n_running && e->n_unused < lacks + spare; i--)
-        if (e->order[i] != t) drop_after(e, e->order[i], 0);
+    Blocks *blocks = &t->slot->own.blocks;
+    int lacks = count_blocks(e, n) - blocks->n;
+    for (int i = e->most_texts; i >= 0 && e->n_unused < lacks + spare; i--) {
+        cut_blocks(e, &e->kept[i].blocks, 0);
+        e->kept[i].n = 0;
+    }
     if (e->n_unused < lacks + spare) return false;
     for (int block = 0; lacks > 0; block++) {
         if (e->users[block]) continue;
-        take_block(e, t, block);
+        add_block(e, blocks, block);
         lacks--;
     }
     return true;
 }
 
-// Finds the text that begins with the most ids of t and has run or will run them; *same is their
-// number. It may be t itself: its blocks may still be there. The id before the target does not
-// count: it always runs, because its logits are needed.
-static Text *find_alike(Engine *e, Text *t, size_t *same) {
-    Text *best = t;
-    *same = t->n_run;
-    for (Text *other = e->places; other <= e->places + e->most_texts; other++) {
-        const size_t there = other->ending == GOES_ON ? other->ids.n : other->n_run;
-        const size_t end = min_size(there, t->target - 1);
-        size_t n = 0;
-        if (other == t || other->slot->n_blocks == 0) continue;
-        while (n < end && t->ids.p[n] == other->ids.p[n]) n++;
-        if (n <= *same) continue;
-        best = other;
-        *same = n;
+static Kept what_ran(const Text *t) { return (Kept){t->ids.p, t->n_run, t->slot->own.blocks}; }
+
+// Finds what a text that starts can take the most ids from: a Kept, which counts as used then, or
+// a text that runs. Of the result, n is the number of these ids.
+static Kept find_beginning(Engine *e, const Text *t) {
+    const int n_kept = e->most_texts + 1;
+    Kept best = {0};
+    int from = -1;
+    for (int i = 0; i < n_kept + e->n_running; i++) {
+        Kept there = i < n_kept ? e->kept[i] : what_ran(e->order[i - n_kept]);
+        there.n = count_common(t, there.ids, there.n);
+        if (there.n <= best.n) continue;
+        best = there;
+        from = i;
     }
+    if (from >= 0 && from < n_kept) use_kept(e, &e->kept[from]);
     return best;
 }
 
-// Starts the first text that waits. The ids that it shares count as run. Returns false if it goes
-// on waiting: for another text that will soon run a block or more of the same ids, or for blocks.
+// The blocks of a text that has to wait go to a Kept.
+static void stop_text(Engine *e, Text *t) {
+    keep_text(e, t);
+    t->n_run = 0;
+}
+
+// Starts the first text that waits. The ids that it takes count as run. Returns false if it goes on
+// waiting: for a text that will soon have run a block or more of the same ids, or for blocks.
 // Beside its own, one must be left for it and for each text that runs. Alone it takes all.
 static bool start_text(Engine *e) {
     Text *t = e->order[e->n_running];
     Slot *slot = t->slot;
-    size_t same;
-    const Text *alike = find_alike(e, t, &same);
-    const size_t len = e->pass->block_len, run = min_size(same, alike->n_run);
-    const int whole = (int)(run / len), *theirs = alike->slot->own.blocks;
-    if (same >= alike->n_run + len) return false;
-    if (alike != t) {
-        drop_after(e, t, 0);
-        while (slot->n_blocks < whole) take_block(e, t, theirs[slot->n_blocks]);
-        t->n_run = whole * len;
+    Blocks *blocks = &slot->own.blocks;
+    const Kept from = find_beginning(e, t);
+    const size_t len = e->pass->block_len, n = give_up(from.n);
+    const int whole = (int)(n / len);
+    for (int i = 0; i < e->n_running; i++) {
+        const Ids *ids = &e->order[i]->ids;
+        if (count_common(t, ids->p, ids->n) >= from.n + len) return false;
     }
-    if (!take_blocks(e, t, 0, e->n_running ? e->n_running + 1 : 0)) return false;
-    // take_blocks may have dropped this block of `alike`, but its keys and values are still there.
-    if (alike != t && run % len) {
-        cache_copy(e->pass, slot->own.blocks[whole], theirs[whole]);
-        check_copy(e, slot->own.blocks[whole], theirs[whole]);
+    while (blocks->n < whole) add_block(e, blocks, from.blocks.p[blocks->n]);
+    t->n_run = whole * len;
+    if (!take_blocks(e, t, 0, e->n_running ? e->n_running + 1 : 0)) {
+        stop_text(e, t);
+        return false;
     }
-    t->n_run = run;
-    if (!slot->waited) slot->cached = run;
+    if (n % len) {  // take_blocks may have taken this block from the Kept: it is still unchanged
+        cache_copy(e->pass, blocks->p[whole], from.blocks.p[whole]);
+        check_copy(e, blocks->p[whole], from.blocks.p[whole]);
+    }
+    t->n_run = n;
+    if (!slot->waited) slot->cached = n;
     e->n_running++;
     return true;
 }
@@ -2577,8 +2647,11 @@ static void start_texts(Engine *e) {
 static void schedule(Engine *e) {
     start_texts(e);
     for (int i = 0; i < e->n_running; i++) {
-        while (i < e->n_running && !take_blocks(e, e->order[i], 0, 0))
-            e->order[--e->n_running]->slot->waited = true;
+        while (i < e->n_running && !take_blocks(e, e->order[i], 0, 0)) {
+            Text *youngest = e->order[--e->n_running];
+            youngest->slot->waited = true;
+            stop_text(e, youngest);
+        }
     }
 }
 
@@ -2601,7 +2674,7 @@ enum { NGRAM = 5, DRAFT_COST = 20, MOST_CREDIT = 40 * DRAFT_COST };
 static void draft_text(Engine *e, Text *t, int most) {
     int *ids = t->ids.p;
     const size_t n = t->ids.n, size = NGRAM * sizeof(int);
-    const size_t room = (size_t)(t->slot->n_blocks + e->n_unused) * e->pass->block_len;
+    const size_t room = (size_t)(t->slot->own.blocks.n + e->n_unused) * e->pass->block_len;
     const int count = min_int(most, (int)min_size(t->context, room) - (int)n);
     size_t from = n - 1;  // the draft begins with ids[from]
     if (count < 1 || e->credit < 0) return;
@@ -2651,7 +2724,7 @@ static int make_rows(Engine *e) {
         for (size_t pos = t->n_run; pos < end; pos++) {
             const bool needed = pos + 1 >= t->target;
             if (n + later == p->batch || e->needed + later == p->logit_rows) break;
-            p->rows[n++] = (Row){t->ids.p[pos], (int)pos, slot->own.blocks, needed, t};
+            p->rows[n++] = (Row){t->ids.p[pos], (int)pos, slot->own.blocks.p, needed, t};
             e->needed += needed;
             slot->rows += pos < t->ids.n;  // draw adds a right guess to n_run
         }
@@ -2701,6 +2774,19 @@ static void end_pass(void *arg) {
 }
 
 static float *logits_at_end(Engine *e, Text *t) { return logits_of(e, t->slot->first); }
+
+// Makes what passes need of texts with up to `context` positions.
+static void prepare_passes(Engine *e, int context) {
+    const int n = count_blocks(e, context);
+    e->n_unused = e->pass->n_blocks;
+    e->users = alloc(e->pass->n_blocks, sizeof(int), "the texts");
+    e->row_nll = alloc(e->pass->logit_rows, sizeof(double), "the texts");
+    for (int i = 0; i <= e->most_texts; i++) {
+        e->kept[i] = (Kept){.ids = alloc(context, sizeof(int), "the texts")};
+        e->kept[i].blocks.p = alloc(n, sizeof(int), "the texts");
+        if (i < e->most_texts) e->slots[i].own.blocks.p = alloc(n, sizeof(int), "the texts");
+    }
+}
 
 static bool run_pass(Engine *e) {
     (void)encode_piece, (void)run_text, (void)state_init;  // -DPLAIN uses these definitions
@@ -3032,7 +3118,7 @@ static const char *encode_choices(Engine *e, Bytes prompt, const Ids *ids) {
 static void end_thinking(Engine *e, Text *t) {
     const bool closed = t->writer->chat && t->ids.p[t->ids.n - 1] == e->tokenizer.end_think;
     const Ids *ids = t->writer->thinking ? &e->budget_text : closed ? &e->after_think : NULL;
-    drop_after(e, t, min_size(t->n_run, t->ids.n - 1));  // the logits are needed once more
+    go_back(e, t, t->ids.n - 1);  // the logits are needed once more
     for (size_t i = 0; ids && i < ids->n; i++) append_id(&e->tokenizer, t, ids->p[i]);
     t->max_ids = t->ids.n;  // so draw_next returns LIMIT_REACHED once the last id has run
     t->context = e->model.state.context;
@@ -3067,7 +3153,7 @@ static bool start_choice(Engine *e, Text *t) {
         if (c->ids.n == 1) continue;  // it is known
         t->target = t->n_prompt + (all->before == 0);
         while (same + 1 < t->target && t->ids.p[same] == c->ids.p[same - from]) same++;
-        drop_after(e, t, min_size(t->n_run, same));
+        go_back(e, t, same);
         t->ids.n = from;
         for (size_t i = 0; i < c->ids.n; i++) ids_add(&t->ids, c->ids.p[i]);
         return true;
@@ -3110,17 +3196,16 @@ static bool next_piece(Engine *e, Text *t) {
     const Ids *all = &t->slot->own.all;
     const size_t begin = t->ids.p + t->ids.n - 1 - all->p, left = all->n - begin;
     if (t->ending == FAILED || left == 1) return false;
-    drop_after(e, t, 0);
+    go_back(e, t, 0);
     t->ids.p = all->p + begin;
     t->ids.n = t->n_prompt = min_size(left, t->context);
     t->target = 1;
     return true;
 }
 
-// Adds a prompt's text, to wait. It takes the place of the text that ended the longest time ago.
-// rng is its sampler's first state. goes_on: the prompt ends behind any thinking, in an answer.
+// Adds a prompt's text, to wait, in a free place. rng is its sampler's first state. goes_on: the prompt ends behind any thinking, in an answer.
 static Text *add_text(Engine *e, const Ids *prompt, uint64_t rng, bool goes_on) {
-    Text *t = e->order[e->most_texts], **place = e->order + e->n_texts++;
+    Text *t = e->order[e->n_texts++];
     const size_t n = prompt->n, vocab_size = e->tokenizer.vocab_size;
     const size_t context = e->model.state.context;
     const size_t kept = e->kind >= CHOICES ? min_size(context, e->reserve + 1) : 0;  // + a last id
@@ -3128,9 +3213,6 @@ static Text *add_text(Engine *e, const Ids *prompt, uint64_t rng, bool goes_on) 
     Slot *slot = t->slot;
     Ids *all = &slot->own.all;
     const Choices last = slot->own.choices;
-    memmove(place + 1, place, (e->order + e->most_texts - place) * sizeof(*place));
-    *place = t;
-    drop_after(e, t, 0);
     all->p = grow(all->p, &all->cap, n, context + 1, sizeof(int));  // also for guesses
     memcpy(all->p, prompt->p, n * sizeof(int));
     all->n = n;
@@ -3155,10 +3237,11 @@ static Text *add_text(Engine *e, const Ids *prompt, uint64_t rng, bool goes_on) 
     return t;
 }
 
-// Frees the place of a text that has ended, or is stopped. What has run stays there.
+// Frees the place of a text that has ended, or is stopped. What has run is kept.
 static void remove_text(Engine *e, Text *t) {
     int at = 0;
     if (t->ending == GOES_ON) t->ending = INTERRUPTED;
+    keep_text(e, t);
     while (e->order[at] != t) at++;
     e->n_running -= at < e->n_running;
     e->n_texts--;
@@ -3827,16 +3910,11 @@ static void prepare_places(Engine *e) {
     s.presence = o->presence;
     e->rng = o->seed;
 #ifndef PLAIN
-    if (e->pass) {  // not to tokenize
-        e->n_unused = e->pass->n_blocks;
-        e->users = alloc(e->pass->n_blocks, sizeof(int), "the texts");
-        e->row_nll = alloc(e->pass->logit_rows, sizeof(double), "the texts");
-    }
+    if (e->pass) prepare_passes(e, e->model.state.context);  // not to tokenize
 #endif
-    for (int i = 0; i <= e->most_texts; i++) {
+    for (int i = 0; i < e->most_texts; i++) {
         Text *t = e->order[i] = &e->places[i];
         t->slot = &e->slots[i];
-        t->slot->own.blocks = alloc(e->model.state.context, sizeof(int), "the texts");
         t->sampler = s;
         t->sampler.in_answer = alloc(tok->vocab_size, sizeof(bool), "the sampler");
         t->sampler.seen = alloc(tok->vocab_size, sizeof(bool), "the sampler");

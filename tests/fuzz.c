@@ -212,6 +212,7 @@ static int fuzz_fprintf(const char *format, ...) {
 struct Engine;
 static void check_rows(const struct Engine *e, int n);  // see naive.h
 static void check_copy(const struct Engine *e, int to, int from);
+static size_t give_up(size_t n);
 #include "../qwen3.c"
 #undef exit
 #undef malloc
@@ -637,7 +638,7 @@ static void fuzz_session(Bytes in) {
     else if (!once) run_script(&engine);
     else if (chat) chat_turn(&engine, text);
     else run_raw(&engine, text);
-    for (int i = 0; i < 2; i++) CHECK(!e->places[i].writer->thinking && e->places[i].writer->held.n == 0);
+    for (int i = 0; i < e->most_texts; i++) CHECK(!e->places[i].writer->thinking && e->places[i].writer->held.n == 0);
     if (terminals & 2) CHECK(harmless(written, n_written));
     const Conversation *c = &engine.conversation;  // user, assistant, user, ... after the system
     size_t system = c->n && c->p[0].role == SYSTEM;
@@ -650,6 +651,7 @@ static void fuzz_session(Bytes in) {
 static void start_engine(Engine *e, int argc, char **argv) {
     *e = (Engine){.options = parse_options(argc, argv), .model = toy, .pass = own_pass(), .tokenizer = tiny};
     toy.config.cache_bits = e->model.config.cache_bits = e->options.cache_bits;
+    gives_up = argc;  // see give_up
     e->mode = e->options.mode;
     obey_options(e);
     e->pass->logit_rows = min_int(e->pass->batch, e->pass->logit_rows);

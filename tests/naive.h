@@ -42,11 +42,23 @@ static uint64_t *hash_at(const Engine *e, int block, size_t pos) {
 // left there, and each row is written into a block with one user.
 static void check_rows(const Engine *e, int n) {
     const Row *row = e->pass->rows, *end = row + n;
+    int unused = e->pass->n_blocks;
+    for (int i = 0; i <= e->most_texts; i++) {
+        const Kept *kept = &e->kept[i];
+        uint64_t hash = 0;
+        for (size_t pos = 0; pos < kept->n; pos++) {
+            hash = next_hash(hash, kept->ids[pos]);
+            if (*hash_at(e, kept->blocks.p[pos / e->pass->block_len], pos) != hash)
+                die("Kept %d: position %zu is another's", i, pos);
+        }
+    }
+    for (int i = 0; i < e->pass->n_blocks; i++) unused -= e->users[i] > 0;
+    if (unused != e->n_unused) die("blocks: %d are unused, not %d", unused, e->n_unused);
     for (int i = 0; i < e->n_running; i++) {
         const Text *t = e->order[i];
         uint64_t hash = 0;  // of the ids up to pos
         for (size_t pos = 0; pos < t->n_run || (row < end && row->text == t); pos++) {
-            const int block = t->slot->own.blocks[pos / e->pass->block_len];
+            const int block = t->slot->own.blocks.p[pos / e->pass->block_len];
             uint64_t *there = hash_at(e, block, pos);
             hash = next_hash(hash, t->ids.p[pos]);
             if (pos < t->n_run ? *there != hash : (e->users[block] != 1 || row++->pos != (int)pos))
@@ -55,6 +67,15 @@ static void check_rows(const Engine *e, int n) {
         }
     }
     if (row != end) die("rows: %d belong to no text that runs", (int)(end - row));
+}
+
+// A text goes back to n ids or less, and starts with n or less: with `gives_up`, the state of random
+// numbers, to any number.
+static uint64_t gives_up;
+static size_t give_up(size_t n) {
+    if (!gives_up || n == 0) return n;
+    const double drawn = random_next(&gives_up);
+    return drawn < 0.25 ? n : drawn < 0.5 ? n - 1 : drawn < 0.625 ? 0 : (size_t)(random_next(&gives_up) * n);
 }
 
 static void check_copy(const Engine *e, int to, int from) {

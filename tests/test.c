@@ -7,8 +7,9 @@
 // tests/test render MODEL 0|1 < records    the ids of a conversation's prompt, thinking off or on:
 //                                          system, user and assistant (in which added tokens count)
 //
-// tests/test list BLOCKS MODEL ...         runs qwen3 MODEL ... with at most so many blocks in its cache, if
-//                                          that is enough for a text; without -q says how many rows ran
+// tests/test list BLOCKS[,SEED] MODEL ...  runs qwen3 MODEL ... with at most so many blocks in its cache, if
+//                                          that is enough for a text; without -q says how many rows ran;
+//                                          with SEED texts go back further than they need, at random
 //
 // A record is "KIND BYTES\n", that many bytes, and a newline that may be missing.
 #define _GNU_SOURCE
@@ -64,6 +65,7 @@ static int affinity(pid_t process, size_t size, cpu_set_t *set) {
 struct Engine;
 static void check_rows(const struct Engine *e, int n);  // see naive.h
 static void check_copy(const struct Engine *e, int to, int from);
+static size_t give_up(size_t n);
 #include "../qwen3.c"
 #include "naive.h"
 
@@ -939,7 +941,7 @@ static void test_draft(void) {
         int users[80] = {0}, blocks[80], limit = below(3);  // what limits the draft
         Pass pass = {.block_len = 1};
         Engine e = {.pass = &pass, .users = users, .n_unused = limit == 1 ? most : 80 - n};
-        Slot slot = {.own.blocks = blocks};
+        Slot slot = {.own.blocks.p = blocks};
         Text a = {.ids = {ids, n, 80}, .slot = &slot, .context = limit == 0 ? n + most : 80};
         for (int i = 0; i < n; i++) ids[i] = below(2);
         e.n_unused += n;
@@ -953,7 +955,7 @@ static void test_draft(void) {
         if (limit == 2) most = min_int(most, 80 - n);
         if (limit == 1) most = min_int(most, 80 - n);
         CHECK(slot.guesses == (from >= NGRAM ? most : 0), "%d guesses, not %d", slot.guesses, most);
-        CHECK(e.credit == -slot.guesses * DRAFT_COST && slot.n_blocks == n + slot.guesses);
+        CHECK(e.credit == -slot.guesses * DRAFT_COST && slot.own.blocks.n == n + slot.guesses);
         for (int i = 0; i < slot.guesses; i++) CHECK(ids[n + i] == ids[from + i % (n - from)]);
         for (int i = n + slot.guesses; i < 80; i++) CHECK(ids[i] == -1);
     }
@@ -965,16 +967,11 @@ static void start_engine(Engine *e, const Sampler *sampler) {
     writer.held.p = grow(writer.held.p, &writer.held.cap, 0, 100, 1);
     e->most_texts = 1;
     e->n_running = e->n_texts = 0;
-    e->n_unused = e->pass->n_blocks;
-    e->users = alloc(e->pass->n_blocks, sizeof(int), "a test");
-    e->row_nll = alloc(e->pass->logit_rows, sizeof(double), "a test");
+    prepare_passes(e, 200);
     hash_at(e, 0, 0);  // allocates it
-    for (int i = 0; i < 2; i++) {
-        e->order[i] = &e->places[i];
-        e->places[i] = (Text){.sampler = *sampler, .writer = &writer, .slot = &e->slots[i]};
-        e->slots[i].own.blocks = alloc(200, sizeof(int), "a test");
-        e->slots[i].own.all.p = grow(NULL, &e->slots[i].own.all.cap, 0, 200, sizeof(int));
-    }
+    e->order[0] = &e->places[0];
+    e->places[0] = (Text){.sampler = *sampler, .writer = &writer, .slot = &e->slots[0]};
+    e->slots[0].own.all.p = grow(NULL, &e->slots[0].own.all.cap, 0, 200, sizeof(int));
 }
 
 typedef struct {
@@ -991,9 +988,10 @@ static Answers answer_twice(Engine *e, const Sampler *sampler, const Ids *prompt
     Ids ids = {0};
     e->credit = 0;  // one draft: what comes after it has to be earned
     for (int i = 0; i < 2; i++) {
-        drop_after(e, &e->places[i], 0);
-        e->places[i].sampler = *sampler;
+        cut_blocks(e, &e->kept[i].blocks, 0);
+        e->kept[i].n = 0;
     }
+    e->places[0].sampler = *sampler;
     CHECK(e->n_unused == e->pass->n_blocks);
     for (int turn = 0; turn < 2; turn++) {
         for (size_t i = 0; i < prompt->n; i++) ids_add(&ids, prompt->p[i]);
@@ -1114,7 +1112,7 @@ static void test_draft_that_overflows(void) {
         uint64_t hash = 0;
         for (int pos = 0, len = e.pass->block_len; pos < N; pos++) {
             hash = next_hash(hash, a->ids.p[pos]);
-            *hash_at(&e, a->slot->own.blocks[pos / len], pos) = hash;
+            *hash_at(&e, a->slot->own.blocks.p[pos / len], pos) = hash;
         }
         e.credit = drafting ? 10 * DRAFT_COST : -10 * DRAFT_COST;
         CHECK(run_pass(&e) && (a->slot->guesses > 0) == (drafting && TILE_TOKENS > 1));
@@ -1859,9 +1857,11 @@ static int print_logits(Pass *p) {
     return EXIT_SUCCESS;
 }
 
-static int run_small_pool(int argc, char **argv) {  // argv: BLOCKS, and qwen3's arguments
+static int run_small_pool(int argc, char **argv) {  // argv: BLOCKS[,SEED], and qwen3's arguments
     static Engine engine;
+    const char *seed = strchr(argv[0], ',');
     most_blocks = atoi(argv[0]);
+    if (seed) gives_up = strtoull(seed + 1, NULL, 10);
     engine.options = parse_options(argc, argv);
     const int status = run_mode(&engine);
     if (!quiet) fprintf(stderr, "%zu rows\n", engine.n_rows);

@@ -10,7 +10,7 @@ import jinja2.ext
 import jinja2.sandbox
 import pexpect
 import pytest
-from conftest import (CHATML, HYBRID, QUOTED_QWEN3, STATS, change_sections, copy_model, finish, leave,
+from conftest import (CHATML, HYBRID, QUOTED_QWEN3, STATS, TESTS, change_sections, copy_model, finish, leave,
                       output, prompts, qwen3, records, settle, spawn, spawn_shell, tokenize)
 from test_templates import CHATS
 
@@ -273,6 +273,22 @@ def test_only_answers_on_stdout(tiny, tmp_path):
     child.expect("> ")
     leave(child)
     assert re.fullmatch(r"2 \+ 3 is 5\.\n", (tmp_path / "out").read_text())
+
+
+@pytest.mark.parametrize("options", [("-n", 30, "-r", 5), ("-n", 9, "-c", 60)], ids=str)
+def test_turns_that_run_again(tiny, tmp_path, options):
+    """The test build goes back further than turns need, by a random number of ids: answers are the same."""
+    said = []
+    for program in QUOTED_QWEN3, *(f"{TESTS / 'test'} list 1,{seed}" for seed in (1, 2)):
+        child = spawn_shell(f"{program} {tiny} -s 1 {' '.join(map(str, options))} > {tmp_path / 'out'}")
+        for line in "My name is Anna.", "What is my name?", "/retry", "What is 2 + 3?", "And 3 + 4?":
+            child.expect("> ")
+            child.sendline(line)
+            child.expect("seed")
+        child.expect("> ")
+        leave(child)
+        said.append((tmp_path / "out").read_bytes())
+    assert len(set(said)) == 1 and said[0].count(b"\n") >= 5, said
 
 
 HINT = "(Enter sends) "
