@@ -54,8 +54,8 @@
      Scale.   q . k sums head_dim products, some positive and some negative. Its magnitude is about
               sqrt(head_dim) times that of one product. Dividing by this makes heads of any width
               alike. Else softmax could give nearly all to one position.
-     Sharing. n_heads / n_kv_heads neighbouring query heads use the same K and V, which makes the
-              cache smaller (grouped-query attention).
+     Sharing. n_heads / n_kv_heads neighbouring query heads use the same K and V: so the cache is
+              smaller (grouped-query attention).
      Gate.    W1 is the gate: silu(W1 h) scales each element of W3 h. Without it, one matrix, the
               product of W2 and W3, could do the same.
      Order.   Without rope, a key would have the same share wherever it stands. Rope turns pairs of
@@ -78,7 +78,7 @@
    Part III, the machine, computes a pass with threads and SIMD instructions. Together they give
    Part I's results bit for bit, in less time. `make plain` (-DPLAIN) builds a program that runs
    run_text, for tests and debuggers (break at run_layer). A port to another CPU begins with it,
-   then adds "SIMD primitives".
+   then adds "SIMD primitives". .github/CONTRIBUTING.md says where each kind of change goes.
 
    Part I, the model              Part II, the program                      Part III, the machine
      Types, with their shapes       Errors and memory     Checks and notices    SIMD primitives
@@ -115,7 +115,7 @@
 // PART I. THE MODEL
 // ================================================================================================
 
-#define INLINE static inline __attribute__((always_inline, unused))
+#define INLINE static inline __attribute__((always_inline, unused))  // constant arguments are free
 static volatile sig_atomic_t interrupted;  // Ctrl-C was pressed
 
 // Writes one line to stderr, of the form "qwen3: WHERE: WHAT, expected X, found Y" (Part II).
@@ -144,7 +144,7 @@ typedef struct {
     int layer_bits;         // of a weight of the layers' matrices, 8 or 4; the others have 8
     int eight_bits;         // bit i set: matrix i of wq wk wv wo w1 w2 w3 has 8 despite layer_bits
     int panels;             // 1: the file has panels (see weight_int), 0: loading makes them
-    int8_t levels[16];      // with 4 bits: the int8 values that a weight can have
+    int8_t levels[16];      // with 4 bits: a weight's int8 values (export.py's are closest near 0)
     float rope_theta;
     float rms_norm_eps;
     int rope_scaling;       // not 0: rope is scaled for longer texts, by the next two
@@ -200,8 +200,8 @@ typedef struct {   // a vector (cols) as int8 values, and a scale for each group
     float *scale;  // (cols / group_size)
 } Q8;
 
-// What changes while the model runs: vectors of one token, which Part I's functions read and write,
-// and the KV cache. (Part III has a Pass: vectors of many tokens, and a cache of blocks.)
+// What changes while the model runs: the KV cache, and vectors of one token. Part I's functions
+// read and write them. (Part III has a Pass: a cache of blocks, and vectors of many tokens.)
 typedef struct {
     float *x;          // (dim)           the residual stream
     float *cos, *sin;  // (rotary_dim / 2)  of the angles of rope at the token's position
@@ -409,7 +409,7 @@ static void embed(const Model *m, int token, float *x) {
 // Attention. Most functions up to compute_logits work on the token's vectors in State: where a
 // comment says h, it is m->state.h. l is the layer's number, pos the token's position.
 
-// Returns where a key or value (head_dim) is in `cache`, which is State.keys or State.values.
+// Returns where a key or value (head_dim) is in `cache` (State.keys or State.values).
 static float *in_cache(const Model *m, float *cache, int l, int pos, int kv_head) {
     const Config *c = &m->config;
     const size_t at = (size_t)m->weights.layers[l].kv_layer * m->state.context + pos;
@@ -580,9 +580,9 @@ static void run_experts(Model *m, const Layer *layer) {
 
 // ------------------------------------------------------------------------------------------------
 // The whole model, for one token. Part III computes the same bits for many tokens at once. It calls
-// rmsnorm, silu_times, quantize, add, embed, rope_angles, norm_and_rope, choose_experts and what
-// these call. It has its own form of the other functions from dot_row to compute_logits, and Part
-// II has its own run_text and encode_piece: change both forms together.
+// rmsnorm, dot_of, silu_times, quantize, add, embed, rope_angles, norm_and_rope, choose_experts and
+// what these call. It has its own form of the other functions from dot_row to compute_logits, and
+// Part II has its own run_text and encode_piece: change both forms together.
 
 // Runs layer l: x of the token at position pos becomes x + attention, then x + feed-forward.
 static void run_layer(Model *m, int l, int pos) {
@@ -629,13 +629,13 @@ static float *compute_logits(Model *m) {
 // Text to tokens. Added tokens were put into the vocabulary by hand. Most are marks: <|im_start|>
 // tells the model that a message begins. A raw text is cut at all added tokens, a user's message at
 // no marks: there <|im_start|> is plain text. What lies between gets Unicode's form NFC: e and a
-// combining accent (U+0301), which is no letter and would be cut off, become one letter (U+00E9).
-// So both spellings get the same ids. Then a regular expression cuts it into pieces, mostly words
-// with the space before them: "Hello, world" becomes "Hello" "," " world", ids 9707 11 1879. Then
-// comes byte-pair encoding: at first each byte of a piece is a token. A merge makes one token of
-// two neighbours, if their bytes together are a token. The merge of the highest priority is next:
-// l o w e r -> l o w er -> l ow er -> l ower -> lower. Vocabulary and priorities were made before
-// training, from the texts' most frequent pairs: the model only knows texts that are cut so.
+// combining accent (U+0301) become one letter (U+00E9). So both spellings get the same ids. (The
+// next step would cut at the accent: it is no letter.) A regular expression cuts the text into
+// pieces, mostly words with the space before them: "Hello, world" becomes "Hello" "," " world", ids
+// 9707 11 1879. Then comes byte-pair encoding: at first each byte of a piece is a token. A merge
+// makes one token of two neighbours, if their bytes together are a token. The highest priority is
+// next: l o w e r -> l o w er -> l ow er -> l ower -> lower. Vocabulary and priorities were made
+// before training, from its texts' most frequent pairs. The model only knows texts that are cut so.
 
 typedef struct { const uint8_t *p; size_t n; } Bytes;  // owned elsewhere; no NUL ends a text
 typedef struct { uint8_t *p; size_t n, cap; } Buffer;  // bytes that grow: p has room for `cap`
@@ -677,8 +677,8 @@ typedef struct Tokenizer {
     float *priority;         // (vocab_size) of the merge that makes the token: higher ones first
     uint8_t *kind;           // (vocab_size) ADDED, SPECIAL ...
     int end_of_text;         // <|endoftext|>
-    int think;               // <think>, which begins a model's thinking, or -1
-    int end_think;           // </think>, which ends it, or -1
+    int think;               // <think>: begins a model's thinking; -1: there is none
+    int end_think;           // </think>: ends it; -1
     Ids prefix;              // put before every text in all modes but chat
     Ids suffix;              // and after it
     Ids stop;                // each ends an answer
@@ -939,7 +939,7 @@ static void penalize(const Sampler *sampler, float *logits, int n) {
     for (int i = 0; presence != 0 && i < n; i++) logits[i] -= sampler->in_answer[i] ? presence : 0;
 }
 
-// Draws the next token by its logits (n), which are overwritten. Returns -1 if they are not finite.
+// Draws the next token by its logits (n) and overwrites these. Returns -1 if they are not finite.
 // A token is in the nucleus if all likelier ones sum to less than top_p (> 0) of what top_k keeps:
 // of p = 0.5, 0.3 and 0.2 with top_p = 0.6, the first two are. Drawing from it needs no sorting.
 // Say that the first draw, from all, gives the third. The likelier ones sum to 0.8, so neither it
@@ -962,7 +962,7 @@ static int sample(Sampler *sampler, float *logits, int n) {
     }
 }
 
-// Returns log(sum(exp(logits))) of logits (n), which are overwritten. A logit minus this is log(p).
+// Returns log(sum(exp(logits))) of logits (n) and overwrites these. A logit minus this is log(p).
 static double log_sum_exp(float *logits, int n) {
     const float max = max_of(logits, n);
     likelihoods(logits, n, max, 1);
@@ -985,7 +985,7 @@ static double log_sum_exp(float *logits, int n) {
 //   A B C      0      3       A and B run: the ids after them are taken as they are
 //   A B C      2      3       C runs, and D is drawn
 //   A B C D    3      4       D runs, and E is drawn
-//   A B C D E  4      5       E runs, and a stop id is drawn, which is not appended: COMPLETE
+//   A B C D E  4      5       E runs, and a stop id is drawn, but not appended: COMPLETE
 
 typedef enum {
     GOES_ON,
@@ -1062,7 +1062,7 @@ static Ending append_id(const Tokenizer *tok, Text *text, int id) {
 // Calls append_id for a drawn id. Ends thinking after N ids (option -r N) or at repeats. (Part II)
 static Ending accept_id(const Tokenizer *tok, Text *text, int id);
 
-// The logits of the id before are overwritten. Returns as append_id.
+// Overwrites the logits (of the id before). Returns as append_id.
 static Ending draw_next(const Tokenizer *tok, Text *text, float *logits) {
     if (text->ids.n == text->max_ids) return LIMIT_REACHED;  // -n 0
     const int id = sample(&text->sampler, logits, tok->vocab_size);
@@ -1072,7 +1072,7 @@ static Ending draw_next(const Tokenizer *tok, Text *text, float *logits) {
 // Returns logits[id]; for -1, any stop id, log(sum(exp(their logits))). (Part II: given answers)
 static double logit_of(const Tokenizer *tok, const float *logits, int id);
 
-// Returns -log(probability) of an id by the logits of the id before it, which are overwritten.
+// Returns -log(probability) of an id by the logits of the id before it, and overwrites these.
 static double nll_of(const Tokenizer *tok, float *logits, int id) {
     const double logit = logit_of(tok, logits, id);
     return log_sum_exp(logits, tok->vocab_size) - logit;
@@ -1107,8 +1107,8 @@ static Ending embed_text(const Model *m, Text *text, float *x) {
 
 // ------------------------------------------------------------------------------------------------
 // The chat format. (Raw text needs none of it.) A conversation is a list of messages. A chat model
-// was trained on conversations written in one form, which its checkpoint has as a program, the chat
-// template. So the prompt of each turn is all messages in that form, up to the model's answer:
+// was trained on conversations written in one form. Its checkpoint has this form as a program, the
+// chat template. So the prompt of each turn is all messages in that form, up to the model's answer:
 //   <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello!<|im_end|>\n
 //   <|im_start|>user\nHow are you?<|im_end|>\n<|im_start|>assistant\n
 // (all on one line; \n is a newline). The model goes on from there. If it thinks first, it writes
@@ -1152,7 +1152,7 @@ static void encode_answer(Encoder *enc, const ChatFormat *f, const Message *mess
         const Bytes text = enc->tok->text[id];
         const size_t cut = min_size(to_skip, text.n);
         to_skip -= cut;
-        if (cut == 0 && enc->tok->kind[id] & ADDED) encode_token(enc, id);
+        if (cut == 0 && (enc->tok->kind[id] & ADDED)) encode_token(enc, id);
         else encode_plain(enc, bytes_from(text, cut));
     }
     encode_message(enc, bytes_from(rest, to_skip), ASSISTANT);
@@ -1174,7 +1174,7 @@ static void render(const Tokenizer *tok, const Conversation *conversation, size_
     out->n = 0;
     encode_marked(&enc, f->start);
     if (n == 0 || conversation->p[0].role != SYSTEM) encode_marked(&enc, f->no_system);
-    for (size_t i = 0; i < n - begun; i++) {
+    for (size_t i = 0; i < n - (begun ? 1 : 0); i++) {
         const Message *message = &conversation->p[i];
         if (i < first && message->role != SYSTEM) continue;
         encode_marked(&enc, f->open[message->role]);
@@ -3001,9 +3001,10 @@ static bool repeats_itself(const Tokenizer *tok, Text *text) {
     for (size_t end = n - 1; end >= text->watched + LENGTH && times < TIMES; end--)
         times += p[end - 1] == id
             && memcmp(p + end - LENGTH, p + n - LENGTH, LENGTH * sizeof(int)) == 0;
-    text->repeats = times == TIMES ? text->repeats + 1 : text->repeats - min_int(text->repeats, 3);
-    if (id == tok->end_think && text->watched == text->n_prompt)
-        text->watched = n, text->repeats = 0;
+    text->repeats += times == TIMES ? 1 : -min_int(text->repeats, 3);  // never below 0
+    const bool first = id == tok->end_think && text->watched == text->n_prompt;
+    if (first) text->watched = n;
+    if (first) text->repeats = 0;
     return text->repeats >= MOST;
 }
 
