@@ -1198,6 +1198,7 @@ static void render(const Tokenizer *tok, const Conversation *conversation, size_
 #include <stdatomic.h>
 #include <stddef.h>
 #include <stdio.h>
+#include <strings.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
@@ -1300,11 +1301,12 @@ static volatile sig_atomic_t patience = -1;
 
 enum { EXIT_USAGE = 2, EXIT_INTERRUPT = 130, HUGE_PAGE = 1 << 21 };
 
-static bool quiet;  // -q: only errors on stderr
+static int quiet;  // 1, -q: on stderr only errors and warnings; 2, -qq: only errors
 __attribute__((format(__MINGW_PRINTF_FORMAT, 1, 2))) static void report(const char *fmt, ...);
 #define die_usage(...) (report(__VA_ARGS__), exit(EXIT_USAGE))  // an error in the command line
-#define notice(...) (quiet ? (void)0 : report(__VA_ARGS__))     // worth knowing, but not an error
-#define notice_once(gave, ...) ((gave) ? (void)0 : ((gave) = true, notice(__VA_ARGS__)))
+#define notice(...) (quiet > 0 ? (void)0 : report(__VA_ARGS__))  // worth knowing, but not an error
+#define warn(...) (quiet > 1 ? (void)0 : report(__VA_ARGS__))    // it makes a result doubtful
+#define warn_once(gave, ...) ((gave) ? (void)0 : ((gave) = true, warn(__VA_ARGS__)))
 
 static atomic_flag dying = ATOMIC_FLAG_INIT;  // a thread reports the error that ends the program
 
@@ -2174,7 +2176,8 @@ static const char usage[] =  // after the line of --version
     "  -C 32|8    bits of a number in its cache; 8: less memory, long texts faster [32]\n"
     "  -b INT     prompt tokens per pass, 1 to 512; never changes the output [512]\n"
     "  -j INT     threads; never changes the output [all cores this process may use]\n"
-    "  -q         nothing on stderr but errors\n"
+    "  -q         on stderr only errors and what makes a result doubtful\n"
+    "  -qq        on stderr only errors\n"
     "  -v         also settings and the prompt's ids; with -m tokenize, a line a token\n"
     "  -h, --version\n"
     "\n"
@@ -2325,9 +2328,10 @@ static Options parse_options(int argc, char **argv) {
             if (help) write_stdout(bytes(usage));
             exit(EXIT_SUCCESS);
         }
-        if (arg[0] == '-' && arg[1] && !arg[2] && o.given[(uint8_t)arg[1]]++)
+        const bool very_quiet = !strcmp(arg, "-qq"), one = *arg == '-' && arg[1] && !arg[2];
+        if ((one || very_quiet) && o.given[(uint8_t)arg[1]]++)
             die_usage("%s: given twice, expected once", arg);
-        if (!strcmp(arg, "-q")) quiet = true;
+        if (very_quiet || !strcmp(arg, "-q")) quiet = 1 + very_quiet;
         else if (arg[0] != '-') set_model(&o, arg, argv[i - 1]);
         else if (strcmp(arg, "-v")) set_option(&o, option_named(arg), argv[++i]);  // NULL: the end
     }
@@ -3338,11 +3342,11 @@ static void check_blanks(Engine *e) {
     for (int i = 0; i < all->n; i++) {
         const Bytes text = bytes_of(&all->p[i].text);
         if (strip_end(tok, text).n < text.n || (!raw && char_at(tok, text, 0).class == SPACE))
-            notice_once(e->gave_blank_choice, "-o: \"%.*s\" has a blank at an end, which counts",
+            warn_once(e->gave_blank_choice, "-o: \"%.*s\" has a blank at an end, which counts",
                         (int)text.n, text.p);
     }
     if (raw && e->kind == CHOICES && strip_end(tok, last).n < last.n)
-        notice_once(e->gave_blank_prompt, "prompt: ends in a blank, expected it in -o instead, at "
+        warn_once(e->gave_blank_prompt, "prompt: ends in a blank, expected it in -o instead, at "
                     "each TEXT's start");
 }
 
@@ -3359,7 +3363,7 @@ static void give_notices(Engine *e) {
         fputc('\n', stderr);
     }
     if (e->not_utf8.n)
-        notice_once(e->gave_not_utf8, "%.*s", (int)e->not_utf8.n, (char *)e->not_utf8.p);
+        warn_once(e->gave_not_utf8, "%.*s", (int)e->not_utf8.n, (char *)e->not_utf8.p);
     check_blanks(e);
     if (e->gave_notices) return;
     e->gave_notices = true;
@@ -3373,11 +3377,11 @@ static void give_notices(Engine *e) {
     if (o->mode < 0 && !chat)
         notice("mode: %s, as this is no chat model; -m chat overrides it", modes[mode].name);
     if (mode == EMBED && e->tokenizer.tables->has_classes && e->tokenizer.tables->mode != EMBED)
-        notice("-m embed: poor vectors, this is no embedding model; expected one");
+        warn("-m embed: poor vectors, this is no embedding model; expected one");
     if (chat && o->think >= 0 && !(e->can_switch || (o->think > 1 && e->may_think)))
         notice("-r: no effect, this model's thinking can't be switched");
     if (o->text && S_ISREG(file_mode(o->text)))
-        notice("-i: the name of a file, taken as text; -f reads it");
+        warn("-i: the name of a file, taken as text; -f reads it");
     for (const Option *option = options; option < options + N_OPTIONS; option++)
         if (o->given[(uint8_t)option->letter] && option->counts > counts)
             notice("-%c: no effect with -m %s", option->letter, modes[mode].name);
@@ -3496,7 +3500,7 @@ static void write_choices(const Text *t) {
     }
     buffer_print(&line, " (%.6f of all answers)\n", mass);
     if (!quiet) fwrite(line.p, 1, line.n, stderr);
-    if (mass < 0.1) notice(UNLIKELY, (size_t)1, (size_t)1);
+    if (mass < 0.1) warn(UNLIKELY, (size_t)1, (size_t)1);
     free(line.p);
 }
 
@@ -3565,8 +3569,8 @@ static void report_answer(const Engine *e, const Text *t, bool in_thinking, doub
     if (slot->closed_by != NOT_CLOSED)
         notice("answer: thinking ended by %s after %d tokens", endings[slot->closed_by].by,
                slot->thought);
-    if (t->ending > COMPLETE && t->ending < INTERRUPTED)
-        notice("answer: ended%s by %s after %zu tokens%s",
+    if (t->ending > COMPLETE && t->ending < INTERRUPTED && quiet <= in_thinking)
+        report("answer: ended%s by %s after %zu tokens%s",
                in_thinking ? " inside its thinking" : "", endings[t->ending].by, drawn,
                may_grow ? say("; -c allows up to %d", all) : "");
     if (!quiet)
@@ -3677,12 +3681,22 @@ static Bytes chop(Bytes text) {
     return text;
 }
 
+#define UTF_16 "UTF-16, expected UTF-8 (iconv -f UTF-16 -t UTF-8; PowerShell: -Encoding utf8)"
+
+static const struct { const char *begin, *what; } no_texts[] = {
+    {"\xFF\xFE", UTF_16}, {"\xFE\xFF", UTF_16}, {"%PDF-", "a PDF, expected text: pdftotext"},
+    {"PK\3\4", "a ZIP file (DOCX, XLSX, ODT), expected text: pandoc -t plain, or unzip"},
+    {"\x1F\x8B", "a gzip file, expected text: gzip -dc"}, {"PAR1\x15", "Parquet, expected text"},
+    {"\x28\xB5\x2F\xFD", "a zstd file, expected text: zstd -dc"},
+    {"\x89PNG", "a PNG image, expected text"}, {"\xFF\xD8\xFF", "a JPEG image, expected text"}};
+
 // Drops U+FEFF, the byte order mark, from the start of a file. Returns NULL, or what is wrong.
 static const char *drop_mark(Bytes *file) {
-    const uint8_t *p = file->p;
-    if (file->n > 1 && (!memcmp(p, "\xFF\xFE", 2) || !memcmp(p, "\xFE\xFF", 2)))
-        return "UTF-16, expected UTF-8 (iconv -f UTF-16 -t UTF-8; PowerShell: -Encoding utf8)";
-    *file = bytes_from(*file, file->n > 2 && !memcmp(p, "\uFEFF", 3) ? 3 : 0);
+    for (size_t i = 0; i < sizeof(no_texts) / sizeof(*no_texts); i++) {
+        const size_t n = strlen(no_texts[i].begin);
+        if (file->n >= n && !memcmp(file->p, no_texts[i].begin, n)) return no_texts[i].what;
+    }
+    *file = bytes_from(*file, file->n > 2 && !memcmp(file->p, "\uFEFF", 3) ? 3 : 0);
     return NULL;
 }
 
@@ -4220,14 +4234,16 @@ static const char *const unread[] = {
     "presence_penalty", "frequency_penalty", "logit_bias", "enable_thinking", "reasoning_effort",
     "chat_template_kwargs", "think", "system", NULL};
 
+#define EACH_A_LINE "(jq -c '.[]' makes lines of other arrays)"
+
 // Adds a message to `talk` and returns its role.
 static int json_message(Json *j, Conversation *talk) {
     static const char *const roles[] = {"system", "user", "assistant"};  // as in their enum
     Json name = json_member(*j, "role"), content = json_member(*j, "content");
     int role = json_take_string(&name) ? ASSISTANT : -1;  // -1: an unknown one, which is an error
     while (role >= 0 && !bytes_are(bytes_of(j->text), roles[role])) role--;
-    json_check(j, *j->rest.p == '{', "messages", "one, {\"role\": ..., \"content\": ...}");
-    json_check(j, role >= 0, "role", "system, user or assistant");
+    json_check(j, *j->rest.p == '{', "messages", "{\"role\": ..., \"content\": ...} " EACH_A_LINE);
+    json_check(j, role >= 0, "role", name.rest.n ? "system, user or assistant" : "one " EACH_A_LINE);
     for (int i = 0; i < 4 && !j->ignored.n; i++) {
         const Json value = json_member(*j, unread[i]);
         if (memchr("[{\"", json_byte(&value), 3)) buffer_print(&j->ignored, ", %s", unread[i]);
@@ -4241,6 +4257,28 @@ static int json_message(Json *j, Conversation *talk) {
     else json_check(j, false, "content", "a string, or an array of parts");
     json_value(j, 0);
     return role;
+}
+
+// What other programs' rows have in place of a text, and what jq makes of it, if more than that
+static const struct { const char *member, *jq; } other_rows[] = {
+    {"role", "[.]"}, {"body", "{custom_id} + .body"}, {"prompt", NULL}, {"question", NULL},
+    {"conversations", ".messages = [.conversations[] | {role: (.from // .role | {human: \"user\", "
+                      "gpt: \"assistant\"}[.] // .), content: (.value // .content)}]"},
+    {"instruction", ".text = .instruction + \"\\n\\n\" + .input"}, {"input", NULL},
+    {"content", NULL}, {"NAME", NULL}};  // the last one, if there is no other
+enum { N_OTHER_ROWS = sizeof(other_rows) / sizeof(*other_rows) };
+
+// Sets the error of an object that has both text and messages, neither, or a bad one.
+static void wrong_row(Json *j, bool text, bool messages) {
+#define EITHER "one of \"text\": \"...\" and, in chat, \"messages\": [...]"
+    Json value = {0};
+    int i = -1;
+    while (!value.rest.n && ++i < N_OTHER_ROWS - 1) value = json_member(*j, other_rows[i].member);
+    const char *name = other_rows[i].member, *jq = text ? "del(.text)" : other_rows[i].jq;
+    const char *becomes = json_byte(&value) == '[' ? "messages" : "text";
+    json_check(j, false, "text or messages", text != messages ? EITHER
+               : jq ? say(EITHER " (jq -c '%s')", jq)
+               : say(EITHER " (jq -c '.%s = .%s')", becomes, name));
 }
 
 // Goes to the text or the messages of an object. Its other members go to `out`, each with a comma.
@@ -4265,10 +4303,10 @@ static void json_object(Json *j, int kind, Buffer *out) {
         if (kept) buffer_add(out, (Bytes){member, all.rest.p - member});
         if (kept) buffer_add(out, bytes(","));
     }
-    json_check(j, text.n ? !messages.n && *text.p == '"' : messages.n && *messages.p == '[',
-               "text or messages", "one of \"text\": \"...\" and, in chat, \"messages\": [...] "
-               "(jq -c 'del(.text)' keeps the messages)");
-    if (!j->error) j->rest = text.n ? text : messages;
+    if (j->error) return;
+    if (text.n ? messages.n || *text.p != '"' : !messages.n || *messages.p != '[')
+        wrong_row(j, text.n, messages.n);
+    else j->rest = text.n ? text : messages;
 }
 
 // Takes the given answers of an object's member `name`. Returns what is wrong with it, or NULL.
@@ -4305,8 +4343,9 @@ static void json_line(Json *j, Conversation *talk, int kind, Buffer *out) {
                    "a system message only at the start");
         if (role == SYSTEM && i == 0) conversation_drop(talk, 0, talk->n - 1);  // that of -y
     }
-    json_check(j, messages || json_take_string(j), "text or messages",
-               "a string, an object or, with -m chat, an array of messages");
+    json_check(j, messages || json_take_string(j), "text or messages", json_byte(j) == '['
+               ? "with -m chat messages, else no array " EACH_A_LINE
+               : "a string, an object or, with -m chat, an array of messages");
     json_check(j, !messages || role >= USER, "role", "a last message of the user or assistant");
 }
 
@@ -4329,6 +4368,7 @@ typedef struct {
     size_t closed[NOT_CLOSED + 1]; // thinkings by what ended them: see endings
     size_t pieces;          // texts that are scored in pieces
     size_t odd;             // lines with what has no effect, or plain ones that look like CSV
+    size_t columns[3];      // tabs, commas, semicolons, if lines 1 to 3 have as many, else 0
     double size;            // bytes of the file, if known
     size_t in_file;         // -w: whole lines that FILE had
     size_t failed_in_file;  // of these, lines without a result
@@ -4380,25 +4420,41 @@ static void end_line(List *l, size_t number, const Text *t, const Ids *ids, cons
     while (!interrupted && has_newline(bytes_of(line_of(l, l->written)))) write_line(l);
 }
 
-#define CSV_TO_JSON "CSV: python3 -c 'import csv, json, sys; [print(json.dumps(row)) for row in " \
-                    "csv.DictReader(sys.stdin)]' makes objects, for -L"
+#define CSV_TO_JSON \
+    "if this is CSV: python3 -c 'import csv, json, sys; [print(json.dumps(row)) for row in " \
+    "csv.DictReader(sys.stdin, delimiter=\",\")]' makes objects, jq -c '.text = .NAME' of these " \
+    "a list for -L"
 
-static void give_hint(const List *l, const char *what) {
-    notice("%.600s: line %zu %s", l->in.name, l->read + 1, what);
+static void warn_of_line(const List *l, const char *what) {
+    warn("%.600s: line %zu %s", l->in.name, l->read + 1, what);
 }
 
-// Says so if line 1 looks like JSON or an old Mac's file, or if a line leaves a quote open (CSV).
+// Says so if line 1 looks like JSON or an old Mac's file, or once if the list looks like a table:
+// by its name, a quote that stays open, or separators of which lines 1 to 3 have as many.
 static void check_plain(List *l, Json line) {
     const Bytes text = line.rest;
-    size_t quotes = 0;
-    for (size_t i = 0; i < text.n; i++) quotes += text.p[i] == '"';
-    if (quotes % 2 && (*text.p == '"' || find_last(text, bytes(",\""))) && l->odd++ == 0)
-        give_hint(l, "leaves a quote open; if this is " CSV_TO_JSON);
+    const char *end = l->read == 0 ? strrchr(l->in.name, '.') : NULL;
+    bool table = end && (!strcasecmp(end, ".csv") || !strcasecmp(end, ".tsv")), quoted = false;
+    size_t count[256] = {0};  // of each byte, outside quotes
+    for (size_t i = 0; i < text.n; i++) {
+        quoted ^= text.p[i] == '"';
+        count[text.p[i]] += !quoted;
+    }
+    for (int i = 0; i < 3 && l->read < 3; i++) {
+        const size_t n = count[(uint8_t)"\t,;"[i]];
+        l->columns[i] = l->read == 0 || l->columns[i] == n ? n : 0;
+        table |= l->read == 2 && l->columns[i] > 0;
+    }
+    quoted &= *text.p == '"' || find_last(text, bytes(",\"")) > 0;
+    if ((quoted || table) && l->odd++ == 0)
+        warn_of_line(l, quoted ? "leaves a quote open; " CSV_TO_JSON
+                               : "is taken whole, with all its columns; " CSV_TO_JSON);
     if (l->read > 0) return;
-    if (memchr(text.p, '\r', text.n)) give_hint(l, "has \\r inside; tr '\\r' '\\n' makes it lines");
+    if (memchr(text.p, '\r', text.n))
+        warn_of_line(l, "has \\r inside; tr '\\r' '\\n' makes it lines");
     json_value(&line, 0);
-    if (memchr("[{\"", *text.p, 3) && !line.error && line.rest.n == 0)
-        give_hint(l, "is JSON, and taken as plain text; -L reads JSON");
+    if (memchr("[{\"", *text.p, 3) && line.rest.n == 0 && (text.n == 1 || !line.error))
+        warn_of_line(l, "is JSON, and taken as plain text; -L reads JSON");
 }
 
 // Makes the conversation of a line: its messages, or its text after that of -i. *line becomes its
@@ -4413,11 +4469,11 @@ static const char *take_line(List *l, Bytes *line) {
     const size_t before = talk->n;
     if (o->json_list) json_line(&j, chat ? talk : NULL, l->e->kind, line_of(l, l->read));
     else check_plain(l, j);
-    if (j.error && l->read == 0)  // the list may be another program's
-        give_hint(l, memchr("[{", *line->p, 2)
-            ? "needs another form? jq -c . makes lines, jq -c '.[]' of an array of texts, jq -c "
-              "'{custom_id} + .body' of OpenAI's batch file, jq -c '[.]' of messages without []"
-            : "is no JSON? -l takes plain lines; if this is " CSV_TO_JSON);
+    const bool opens = memchr("[{", *line->p, 2), cut = j.error && strstr(j.error, "found the end");
+    if (j.error && l->read == 0 && (cut || !opens))  // the list may be another program's
+        notice("%.600s: line 1 is no JSON? %s", l->in.name,
+               opens ? "jq -c . makes lines, jq -c '.[]' of an array of texts"
+                     : "-l takes plain lines; " CSV_TO_JSON);
     const bool messages = talk->n > before;
     if (messages && o->text) buffer_add(&j.ignored, bytes(", -i before messages"));
     if (j.ignored.n && l->odd++ == 0)
@@ -4528,14 +4584,14 @@ static int report_list(const List *l) {
     progress_end();
     if (had_all)
         notice("%s: has all %zu lines; another FILE, or none, makes a new run", o->out, lines);
-    if (had_all || quiet) return status;
+    if (had_all) return status;
     for (int i = 0; i < NOT_CLOSED; i++) {
         const size_t n_closed = l->closed[i], n_ended = i > IN_THINKING ? l->endings[i] : 0;
         if (n_ended) notice("answers: ended by %s: %zu", endings[i].by, n_ended);
         if (n_closed) notice("answers: thinking ended by %s: %zu", endings[i].by, n_closed);
     }
-    if (l->in_thinking) notice("answers: ended inside their thinking: %zu", l->in_thinking);
-    if (l->unlikely) notice(UNLIKELY, l->unlikely, l->endings[COMPLETE]);
+    if (l->in_thinking) warn("answers: ended inside their thinking: %zu", l->in_thinking);
+    if (l->unlikely) warn(UNLIKELY, l->unlikely, l->endings[COMPLETE]);
     if (l->failed > 1) notice("texts: ended in an error: %zu", l->failed);
     if (l->pieces) notice("texts: scored in pieces of %d tokens (-c): %zu", context, l->pieces);
     if (interrupted)
@@ -4543,6 +4599,7 @@ static int report_list(const List *l) {
                o->out ? "" : " with -w FILE for > FILE",
                random && !is_seeded(o) ? say(" and -s %llu", o->seed) : "",
                l->size ? "" : ", if the pipe gives the same lines again");
+    if (quiet) return status;
     fprintf(stderr, "%zu texts in %.1f s, prompts %zu tokens (%zu cached)", n, seconds,
             l->prompt_tokens, l->cached);
     if (modes[l->e->mode].has_answers) fprintf(stderr, ", answers %zu tokens", l->drawn);

@@ -343,7 +343,7 @@ def json_string(data, errors="surrogate"):
 @functools.cache
 def alone(model, text, *args, mode="chat", seed=None):
     """The line that the list should have for this text: what a run of its own writes; null if it fails."""
-    args = [model, "-m", mode, "-q", *args, *([] if seed is None else ["-s", seed % 2**64])]
+    args = [model, "-m", mode, "-qq", *args, *([] if seed is None else ["-s", seed % 2**64])]
     if b"\0" in text:                           # what an argument can't be
         result = qwen3(*args, "-f", "-", stdin=text + b"\n" * (mode == "chat"))
     else:

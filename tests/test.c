@@ -1387,7 +1387,7 @@ static void test_cores(void) {
 static void test_stopped_retry(void) {
     static Engine engine;
     Conversation *talk = &engine.conversation;
-    engine.dialogue = quiet = true;
+    quiet = engine.dialogue = true;
     engine.model.state.context = 100;
     engine.places->sampler.temperature = 1;
     conversation_add(talk, USER, bytes("question"));

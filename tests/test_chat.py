@@ -120,7 +120,7 @@ def test_how_an_answer_ended(chain, options, ending):
         run = (model, "-m", mode, "-i", text, "-t", 0)
         said, statistics = re.split(f"qwen3: answer: ended{where} by {ending}\n", qwen3(*run, *options).stderr.decode())
         assert bool(said) == bool(where) and STATS.fullmatch(statistics.encode())
-        assert qwen3(*run, *options, "-q").stderr == b""
+        assert qwen3(*run, *options, "-qq").stderr == b""
         assert output(*run, *options).startswith(b"aba") or where
         assert STATS.fullmatch(qwen3(chain("Ċ", "a", END), *run[1:], "-n", 2).stderr)
     assert chat(endless, b"x\ny\n", *options).stderr.count(b"ended by ") == 2

@@ -106,7 +106,7 @@ def test_one_text(tiny):
     assert result.stderr.splitlines()[0].decode() == \
         "qwen3: choices: yes {yes:.6f}, no {no:.6f} ({mass:.6f} of all answers)".format(mass=line["mass"], **line["p"])
     assert b"seed" not in result.stderr
-    assert qwen3(tiny, "-i", "Tell me a story", "-o", "yes|no", "-q").stderr == b""
+    assert qwen3(tiny, "-i", "Tell me a story", "-o", "yes|no", "-qq").stderr == b""
     assert output(tiny, "-m", "generate", "-i", "x</think>", "-o", "a|b", "-q").strip(b"ab") == b""  # no blank lines
 
 

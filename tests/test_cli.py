@@ -1,5 +1,6 @@
 """The command line as scripts see it: options, prompt sources, output, exit status; no terminals, no numbers."""
 import codecs
+import gzip
 import json
 import os
 import random
@@ -225,6 +226,19 @@ def test_byte_order_marks(small, tmp_path):
                          "UTF-16", "UTF-8")
 
 
+@pytest.mark.parametrize("data, what", [
+    (b"%PDF-1.7\n", "PDF"), (b"PK\3\4\x14", "ZIP"), (gzip.compress(b"a", mtime=0), "gzip"), (b"\x89PNG\r\n\x1a\n", "PNG"),
+    (b"\xff\xd8\xff\xe0", "JPEG"), (b"PAR1\x15\4", "Parquet"), (b"\x28\xb5\x2f\xfd\0", "zstd")], ids=str)
+def test_files_that_are_no_text(small, tmp_path, data, what):
+    """An error by their first bytes, of a file, a pipe and a list; the same bytes in an argument or later are text."""
+    (tmp_path / "file").write_bytes(data)
+    for args in ("-f", tmp_path / "file"), ("-l", tmp_path / "file"), ("-L", tmp_path / "file"), ("-f", "-"), ("-m", "chat"):
+        name = "stdin" if args[1] in ("-", "chat") else "file"
+        assert_error(qwen3(small, *args, "-n", 1, stdin=data), 1, f"{name}: ", what, "expected text")
+    assert output(small, "-m", "tokenize", stdin=b"x" + data)
+    assert what != "PDF" or output(small, "-m", "tokenize", "-i", data)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_bytes_that_are_not_utf_8(small, tmp_path, mode):
     """They are taken as they are, and the first ones are a notice: which input, which line."""
@@ -237,9 +251,8 @@ def test_bytes_that_are_not_utf_8(small, tmp_path, mode):
             (("-y", b"\xff", "-i", "a b"), b"", "-y: line 1"),
             (("-l", "-"), good[:4] + good[:4] + latin[4:], "stdin: line 3"),
             *[(args, good, None) for args in (("-f", "-"), ("-l", "-"), ("-i", good))]):
-        result, quiet = (qwen3(*run, *q, *args, stdin=stdin) for q in ([], ["-q"]))
-        assert result.returncode == 0 and result.stdout == quiet.stdout
-        assert b"UTF-8" not in quiet.stderr
+        result, quiet = (qwen3(*run, q, *args, stdin=stdin) for q in ("-q", "-qq"))
+        assert result.returncode == 0 and result.stdout == quiet.stdout and quiet.stderr == b""
         assert re.findall("qwen3: (.*UTF-8,.*)\n", result.stderr.decode()) == [
             f"{expected} is not UTF-8, taken as it is; if it is Latin-1 (a guess): "
             "iconv -f LATIN1 -t UTF-8"] * bool(expected)
@@ -396,7 +409,7 @@ def test_options_that_are_noticed(small, tmp_path, monkeypatch, mode, options, n
     result = qwen3(*run)
     found = re.findall("qwen3: (-[a-z]: .*)\n", result.stderr.decode())
     assert result.returncode == 0 and found == [notice] * bool(notice), result
-    assert mode in MODES[:2] or qwen3(*run, "-q").stderr == b""
+    assert mode in MODES[:2] or qwen3(*run, "-qq").stderr == b""
 
 
 # -- tokenize -v
@@ -424,7 +437,7 @@ def test_lines_fit_into_80_columns():
     """Notices and statistics, as the source has them, with the largest numbers that the program picks itself."""
     source = (ROOT / "qwen3.c").read_text()
     source = source[:source.index("#ifndef TEST\nint main")]
-    notices = re.findall(r'notice\(((?:"(?:[^"\\]|\\.)*"\s*)+)([^;]*)\);', source)
+    notices = re.findall(r'(?:notice|warn)\(((?:"(?:[^"\\]|\\.)*"\s*)+)([^;]*)\);', source)
     assert len(notices) >= 15
     for parts, arguments in notices:
         text = "".join(re.findall(r'"((?:[^"\\]|\\.)*)"', parts)).replace('\\"', '"').replace("\\\\", "\\")
@@ -502,7 +515,7 @@ def test_embed_with_a_model_that_is_not_made_for_it(embedding, small, tmp_path):
     """A notice. Of an older file nobody knows what it is made for."""
     notice = b"qwen3: -m embed: poor vectors, this is no embedding model; expected one\n"
     old = copy_model(small, tmp_path, extension=False)
-    for args, expected in (((small, "-m", "embed"), 1), ((small, "-m", "embed", "-q"), 0), ((embedding,), 0),
+    for args, expected in (((small, "-m", "embed"), 1), ((small, "-m", "embed", "-q"), 1), ((small, "-m", "embed", "-qq"), 0), ((embedding,), 0),
                            ((embedding, "-m", "embed"), 0), ((old, "-m", "embed"), 0)):
         result = qwen3(*args, "-i", "x")
         assert result.returncode == 0 and result.stderr.count(notice) == expected, result
@@ -628,7 +641,7 @@ def test_n_and_the_context_limit_new_tokens(chain, options, length):
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
 def test_full_disk_is_an_error(small):
-    for args in (["-h"], *([small, "-m", mode, "-i", "hello you", "-n", "5", "-q"] for mode in MODES)):
+    for args in (["-h"], *([small, "-m", mode, "-i", "hello you", "-n", "5", "-qq"] for mode in MODES)):
         with open("/dev/full", "wb") as full:
             result = subprocess.run([QWEN3, *args], stdout=full, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL,
                                     env=environment(), timeout=300)

@@ -37,7 +37,7 @@ class Files:
         self.path.write_bytes(self.model_bytes if model is None else model)
         self.tokenizer.write_bytes(self.tokenizer_bytes if tokenizer is None else tokenizer)
         usual = {"-m": "generate", "-i": "the wind", "-n": 2, "-s": 3} | dict(zip(args[::2], args[1::2]))
-        return qwen3(self.path, "-q", *itertools.chain(*usual.items()))
+        return qwen3(self.path, "-qq", *itertools.chain(*usual.items()))
 
     def check(self, words, model=None, tokenizer=None, *args):
         """It is refused with these words or, without any, accepted."""
@@ -196,7 +196,7 @@ NO_CACHE = "memory: not enough for the KV cache (-c "
     ids=str)
 def test_shapes_that_overflowed(files, tmp_path, shape, word):
     path = write_zeros(tmp_path / "model.bin", files().tokenizer_bytes, **SMALL | shape)
-    assert_error(qwen3(path, "-i", "x", "-n", 1, "-c", 0, "-q"), 1, word)
+    assert_error(qwen3(path, "-i", "x", "-n", 1, "-c", 0, "-qq"), 1, word)
 
 
 def test_groups_that_overflowed(files, tmp_path):

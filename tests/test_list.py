@@ -46,7 +46,7 @@ def check(model, texts, *args, mode="chat", seed=None, prefix=None, before=(), *
         expected.append(alone(model, whole, *args, mode=mode, seed=None if seed is None else seed + i))
     options = ["-m", mode, *args, *before, *([] if seed is None else ["-s", seed]),
                *([] if prefix is None else ["-i", prefix])]
-    lines, error = run_list(model, texts, *options, "-q", status=int(b"null" in expected), **how)
+    lines, error = run_list(model, texts, *options, "-qq", status=int(b"null" in expected), **how)
     wrong = [i for i in range(len(expected)) if lines[i:i + 1] != [expected[i]]]
     assert not wrong, [(i, texts[i], lines[i:i + 1], expected[i]) for i in wrong[:3]]
     assert len(lines) == len(expected)
@@ -325,7 +325,7 @@ def test_what_is_no_json(tiny):
 @pytest.mark.parametrize("mode", MODES)
 def test_messages_are_for_chat(tiny, mode):
     data = [b'"a"', b"[%s]" % MESSAGE, b'{"messages": [%s]}' % MESSAGE, b'[{"role": "user"}]', b'"a b c"']
-    lines, error = run_json(tiny, data, "-m", mode, "-n", 1, "-q", status=1)
+    lines, error = run_json(tiny, data, "-m", mode, "-n", 1, "-qq", status=1)
     assert [line == b"null" for line in lines] == [mode == "perplexity", 1, 0, 1, 0]
     said = errors_of(error)
     assert all("-m chat" in said[line] for line in (2, 3, 4)), said
@@ -434,7 +434,7 @@ def test_answers_that_are_begun(random_model, tmp_path, template, section, begun
         assert len(set(lines)) > len(begun)
         assert SUM.search(error)[2] == SUM.search(said)[2]                  # tokens of the prompts
     for think in 0, 1, 5:
-        args = "-o", "a|bc|def", "-q"
+        args = "-o", "a|bc|def", "-qq"
         assert run_json(model, talks, *args, "-r", think) == run_json(model, texts, *args, "-m", "generate")
 
 
@@ -500,6 +500,26 @@ def test_hints_for_lists_of_other_programs(tiny, data, mode, command):
     assert len(lines) == data.count(b"Hello") + data.count(b"Who") and b"null" not in b"".join(lines)
 
 
+@pytest.mark.skipif(not shutil.which("jq"), reason="no jq")
+@pytest.mark.parametrize("row, to", [
+    ('{"prompt": "Hello"}', "text"), ('{"prompt": [{"role": "user", "content": "Hello"}]}', "messages"),
+    ('{"content": "Hello", "id": 1}', "text"), ('{"question": "Hello"}', "text"), ('{"input": "Hello"}', "text"),
+    ('{"instruction": "Hello", "input": "all", "output": ""}', "text"), ('{"instruction": "Hello"}', "text"),
+    ('{"conversations": [{"from": "human", "value": "Hello"}]}', "messages"),
+    ('{"conversations": [{"role": "user", "content": "Hello"}]}', "messages")])
+def test_hints_for_rows_of_other_programs(tiny, row, to):
+    error = run_json(tiny, row.encode(), "-q", status=1)[1].decode()
+    command = re.search(rf"\((jq -c '\.{to} = .*')\), found", error)[1]
+    lines, _ = run_json(tiny, shell(command, input=row.encode(), check=True).stdout, "-n", 3, "-q")
+    assert list(json.loads(lines[0])) == [*json.loads(row), "answer", "end"]
+
+
+@pytest.mark.parametrize("line", ['{"text":"a","x":NaN}', '[{"role":"human","content":"a"}]', '{"text":"a",}', '{"text":5}',
+                                  '{"messages":[{"role":"user"}]}', '["a" "b"]'])
+def test_where_jq_helps_nothing(tiny, line):
+    assert b"jq" not in run_json(tiny, line.encode(), status=1)[1]
+
+
 @pytest.mark.parametrize("table", ["id,text\n1,Hello\n", '"text","x"\n"a, b","c"\n', "text,id\n1.5,2\n"], ids=ascii)
 def test_hint_for_csv(tiny, table):
     error = run_json(tiny, table.encode(), "-n", 3, status=1)[1]
@@ -511,7 +531,7 @@ def test_hint_for_csv(tiny, table):
 
 
 @pytest.mark.parametrize("line, is_json", [
-    (b'{"text": "Hello"}', True), (b'["Hello"]\r', True), (b'"Hello"', True), (b'{"text": "Hello"', False),
+    (b'{"text": "Hello"}', True), (b'["Hello"]\r', True), (b'"Hello"', True), (b'{"text": "Hello"', False), (b"[", True),
     (b'"Hello," she said', False), (b"5", False), (b"[1] Hello", False), (b"an old\rMac's\r", False)])
 def test_json_as_plain_lines(tiny, line, is_json):
     """It is taken as it stands; a notice names -L, once. Another one says what a \\r in it may be."""
@@ -525,6 +545,17 @@ OBEYED = ["tools", "functions", "tool_choice", "max_tokens", "max_completion_tok
           "top_p", "top_k", "min_p", "seed", "response_format", "logprobs", "top_logprobs", "presence_penalty",
           "frequency_penalty", "logit_bias", "enable_thinking", "reasoning_effort", "chat_template_kwargs", "think",
           "system", "tool_calls", "function_call", "images", "reasoning_content"]
+
+
+@pytest.mark.parametrize("name, data, line", [
+    ("a.csv", "a\nb", 1), ("A.TSV", "a", 1), ("a.txt", "a\tb\nc\td\ne\tf\n", 3), ("csv", "a;b;c\n1;2;3\n4;5;6\n", 3),
+    ("l", 'a,b\n1,"x, y"\n2,z', 3), ("l", "a,b\n1,2\n3", 0), ("l", "a\nb\nc\nd,e\nf,g\nh,i", 0), ("l", "a,b\n1;2\n3,4", 0)])
+def test_a_table_as_plain_lines(tiny, tmp_path, name, data, line):
+    """Known by its name, or by the separators of lines 1 to 3: said once, with -q, too."""
+    (tmp_path / name).write_text(data)
+    result = qwen3(tiny, "-m", "tokenize", "-l", tmp_path / name, "-q")
+    said = re.findall(rf"(?m)^qwen3: .*{name}: line (\d+) is taken whole, .* CSV: python3 ", result.stderr.decode())
+    assert said == [str(line)] * (line > 0) and result.stderr.count(b"\n") == len(said), result
 
 
 @pytest.mark.parametrize("data, line", [
@@ -678,7 +709,9 @@ def test_notices_with_counts(stopping, tiny, chain):
         lines, error = run_list(model, data, *args)
         assert len(re.findall(rb"(?m)^qwen3: " + notice + b"$", error)) == 1 and b"<think>" not in error, error
         assert model != thinking or lines == [b'""'] * 2
-        assert run_list(model, data, *args, "-q")[1] == b""
+        quiet = run_list(model, data, *args, "-q")[1].splitlines()      # what makes a result doubtful stays
+        assert quiet == [line for line in error.splitlines() if b"inside their thinking" in line]
+        assert run_list(model, data, *args, "-qq")[1] == b""
     assert b"qwen3:" not in run_list(stopping, b"x\n", *raw, "-n", 4)[1]
 
 
