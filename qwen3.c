@@ -48,9 +48,9 @@
    In Qwen3-0.6B, dim is 1024 and hidden_dim 3072. It has 28 layers, each with 16 query heads and 8
    kv heads of head_dim 128: a position's keys and values take 2 * 28 * 8 * 128 * 4 = 229,376 bytes.
 
-     Norm.    A layer reads a copy of x of a fixed magnitude (rmsnorm) and adds to x itself. So x
+     Norm.    A layer reads a copy of x of about one magnitude (rmsnorm), and adds to x itself. So x
               can grow, and keeps what each layer added. (Were x itself normalized in each layer,
-              what the first ones added would fade away.) QK-norm keeps q . k small: see Scale.
+              what the first ones added would fade.) QK-norm keeps q . k small: see Scale.
      Scale.   q . k sums head_dim products, some positive and some negative. Its magnitude is about
               sqrt(head_dim) times that of one product. Dividing by this makes heads of any width
               alike. Else softmax could give nearly all to one position.
@@ -73,12 +73,12 @@
 
    To learn how a model runs, read Part I: run_layer, forward and run_text first, because they name
    the rest, then from the top. It defines, in plain C, how one text runs, one token at a time, from
-   its bytes to the answer's. What it only declares (Unicode, output, thinking, SIMD) has a comment
-   that says what it does. Part II, the program, runs many texts at once, in passes of many tokens.
-   Part III, the machine, computes a pass with threads and SIMD instructions. Together they give
-   Part I's results bit for bit, in less time. `make plain` (-DPLAIN) builds a program that runs
-   run_text, for tests and debuggers (break at run_layer). A port to another CPU begins with it,
-   then adds "SIMD primitives". .github/CONTRIBUTING.md says where each kind of change goes.
+   its bytes to the answer's. What it only declares, such as Unicode and output, has a comment that
+   says what it does. Part II, the program, runs many texts at once, in passes of many tokens. Part
+   III, the machine, computes a pass with threads and SIMD instructions. Together they give Part I's
+   results bit for bit, in less time. `make plain` (-DPLAIN) builds a program that runs run_text,
+   for tests and debuggers (break at run_layer). A port to another CPU begins with it, then adds
+   "SIMD primitives". .github/CONTRIBUTING.md says where each kind of change goes.
 
    Part I, the model              Part II, the program                      Part III, the machine
      Types, with their shapes       Errors and memory     Checks and notices    SIMD primitives
@@ -464,8 +464,9 @@ static void qkv(Model *m, int l, int pos) {
         norm_and_rope(c, k + i * c->head_dim, layer->k_norm, s->cos, s->sin);
     }
     if (c->cache_bits == 8) {
-        // A few elements of Qwen2.5's bk, in pairs that rope hardly turns, are 100 times the rest.
-        // k - bk lacks them. All scores of a q lose the same number, q . bk, and its shares stay.
+        // A few elements of Qwen2.5's bk, in pairs that rope hardly turns, are 100 times the rest:
+        // their groups would be coarse. k - bk lacks them. All scores of a q lose the same q . bk:
+        // so the shares stay.
         for (int i = 0; layer->bk && i < c->kv_dim; i++) k[i] -= layer->bk[i];
         round_to_int8(k, c->kv_dim);
         round_to_int8(v, c->kv_dim);
@@ -975,7 +976,7 @@ static double log_sum_exp(float *logits, int n) {
 // `target` are taken as they are. The others are predicted: drawn, or if they are there, scored.
 //
 //   use             target begins at  each target ...                  the text ends
-//   an answer       the prompt's end  is drawn, written and appended   by one of the Endings below
+//   an answer       the prompt's end  is drawn, appended and written   by one of the Endings below
 //   a perplexity    1                 is there: its -log(p) is added   COMPLETE: the last isn't run
 //   an embedding    the text's end    is no id: x becomes the result   COMPLETE
 //
@@ -1116,7 +1117,7 @@ static Ending embed_text(const Model *m, Text *text, float *x) {
 //
 // export.py has turned the template into a ChatFormat. Each turn encodes the whole conversation
 // anew from its text: so it has the ids that this text had in training, although the model may have
-// drawn others. In Part II its first ids do not run again, as far as the cache has them. If a
+// drawn others. In Part II the first ids do not run again, as far as the cache has them. If a
 // <think> block, even an empty one, came before the last answer, the next turn leaves it out, as in
 // training. So the tokens after it run again: they have other positions and see other tokens.
 
