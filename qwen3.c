@@ -464,9 +464,8 @@ static void qkv(Model *m, int l, int pos) {
         norm_and_rope(c, k + i * c->head_dim, layer->k_norm, s->cos, s->sin);
     }
     if (c->cache_bits == 8) {
-        // A few elements of Qwen2.5's bk, in pairs that rope hardly turns, are 100 times the rest:
-        // their groups would be coarse. k - bk lacks them. All scores of a q lose the same q . bk:
-        // so the shares stay.
+        // Qwen2.5's bk has elements 100 times the others. Rope hardly turns them: so k - bk,
+        // without them, has finer groups. All scores of a q lose the same q . bk: its shares stay.
         for (int i = 0; layer->bk && i < c->kv_dim; i++) k[i] -= layer->bk[i];
         round_to_int8(k, c->kv_dim);
         round_to_int8(v, c->kv_dim);
