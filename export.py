@@ -1424,10 +1424,11 @@ def find_verified_pieces(template: str | None, variables: dict[str, str]) -> tup
     return pieces, ""
 
 
-def render_all(template: str, variables: dict, conversations: list) -> dict[Conversation, str]:
-    """The text that a template makes of each conversation. ValueError if it fails. It is untrusted,
-    may never end or take all memory, so it runs in a process of its own. If the process
-    fails, the machine may be slow or full: nothing is exported."""
+def render_all(template: str, variables: dict, conversations: list) -> dict[Conversation, Any]:
+    """The text that a template makes of each conversation, or the ValueError that says why it makes
+    none. Raises one if the template can't be compiled. It is untrusted, may never end or take all
+    memory, so it runs in a process of its own. If the process fails, the machine may be slow or
+    full: nothing is exported."""
     code = ("import json, re, resource, sys; from contextlib import suppress; "
             "sys.path += sys.argv[1:]; import jinja2.sandbox\n"
             f"{inspect.getsource(run_template)}run_template()")
@@ -1439,18 +1440,20 @@ def render_all(template: str, variables: dict, conversations: list) -> dict[Conv
             input=json.dumps([template, variables, conversations]), stderr=subprocess.DEVNULL,
             encoding="ascii", timeout=TEMPLATE_SECONDS, env={})
         found = f"exit status {done.returncode}"
-        texts, error = json.loads(done.stdout or "{}")
+        results, error = json.loads(done.stdout or "{}")
     except (subprocess.TimeoutExpired, ValueError):
         refuse("the chat template", "it can't be tried out", "an end of its process within "
                f"{TEMPLATE_SECONDS} s and 400 MB of memory (try again?)", found)
     if error:
         raise ValueError(error)
-    return dict(zip(conversations, texts))
+    return {conversation: ValueError(failed) if failed else text
+            for conversation, (text, failed) in zip(conversations, results)}
 
 
 def run_template() -> None:
-    """That process: the arguments of render_all() come by stdin and [texts, error] go to stdout, as
-    JSON. The template runs as in transformers (chat_template_utils.py, render_jinja_template)."""
+    """That process: the arguments of render_all() come by stdin and [results, error] go to stdout,
+    as JSON. Each result is [text, error]. The template runs as in transformers
+    (chat_template_utils.py, render_jinja_template)."""
     with suppress(ValueError, OSError):  # macOS: no limit
         resource.setrlimit(resource.RLIMIT_AS, (400_000_000, 400_000_000))
     def fail(message):
@@ -1463,21 +1466,28 @@ def run_template() -> None:
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
     env.filters["tojson"] = lambda value, **how: json.dumps(value, **{"ensure_ascii": False, **how})
     env.globals.update(raise_exception=fail, strftime_now=lambda _: fail("it writes the date"))
-    texts, error = [], None
-    try:
-        template = env.from_string(source)
-        for messages, thinking in conversations:
-            texts.append(template.render(
-                messages=[{"role": role, "content": content} for role, content in messages],
-                tools=None, documents=None, add_generation_prompt=thinking is not None,
-                **variables, **({} if thinking is None else {"enable_thinking": thinking})))
-            if sum(map(len, texts)) > 5_000_000:
-                fail(f"{len(texts)} conversations make more than 5,000,000 characters")
-    except MemoryError:
-        sys.exit(1)
-    except Exception as exception:  # whatever else a template may raise
-        texts, error = [], f"{type(exception).__name__}: {exception}"[:1000]
-    print(json.dumps([texts, error]))
+    size = 0
+
+    def attempt(act, *arguments):
+        try:
+            return act(*arguments), None
+        except MemoryError:
+            sys.exit(1)
+        except Exception as exception:  # whatever else a template may raise
+            return None, f"{type(exception).__name__}: {exception}"[:1000]
+
+    def render(messages, thinking):
+        nonlocal size
+        text = template.render(
+            messages=[{"role": role, "content": content} for role, content in messages],
+            tools=None, documents=None, add_generation_prompt=thinking is not None,
+            **variables, **({} if thinking is None else {"enable_thinking": thinking}))
+        size += len(text)
+        return text if size <= 5_000_000 else fail("it makes more than 5,000,000 characters")
+
+    template, error = attempt(env.from_string, source)
+    results = [] if error else [attempt(render, *x) for x in conversations]
+    print(json.dumps([results, error]))
 
 
 SYSTEM, USER, ANSWER, NEXT = (("system", "SYSTEMTEXT"), ("user", "USERTEXT"),
@@ -1498,6 +1508,8 @@ def find_pieces(texts: dict[Conversation, str], bos: str) -> Pieces:
     def find_gaps(*messages: Message, thinking: bool | None = None) -> list[str]:
         """The rendered text before, between and after the contents."""
         rest, before = texts[messages, thinking], []
+        if isinstance(rest, ValueError):
+            raise rest
         for _, content in messages:
             gap, rest = rest.split(content)
             before.append(gap)
@@ -1520,6 +1532,32 @@ def find_pieces(texts: dict[Conversation, str], bos: str) -> Pieces:
                   after_system.removesuffix(user_open), user_open, user_close, assistant_open,
                   assistant_close, plain, think, THINK_END if trim else "", "".join(trim),
                   before_last_answer.removeprefix(user_close))
+
+
+def find_marks(template: str | None, variables: dict, pieces: Pieces | None, added: dict) -> set:
+    """The added tokens that set messages apart in the template's text: no text in chat makes one.
+    They are the symbols of a gap between contents. A gap's words, as a fine-tune adds them, are
+    marks only if it has no mark besides: then they could forge it. What a template writes with
+    tools stands in its source. There marks begin and end with symbols, as <tool_call> does."""
+    if not template or not added:
+        return {"<think>", "</think>"}  # of ChatML
+    symbols = {text for text in added if re.search(r"[^\w\s]", text)}
+    marks = {text for text in symbols if re.fullmatch(r"(?s)[^\w\s].*\w.*[^\w\s]", text)
+             and (not pieces or text in template + pieces.no_system)}
+    gaps = {(piece, True) for piece in pieces._replace(no_system="", trim="")} if pieces else set()
+    names = "\n".join(symbols)  # '<' + m.role + '>' may write any role
+    roles = re.findall(r"[^\W\d]+", f"tool {names} {names.lower()} {names.replace('_', ' ')}")
+    talks = [((USER, ANSWER, (role, NEXT[1])), False) for role in sorted({*roles})[:1000]]
+    with suppress(ValueError):  # it can't be compiled
+        gaps |= {(gap, talk in MARKED)
+                 for talk, text in render_all(template, variables, [*MARKED[:6], *talks]).items()
+                 for gap in re.split("(?:SYSTEM|USER|ANSWER|NEXT)TEXT", str(text))[1:]}
+    token = re.compile("|".join(map(re.escape, sorted(added, key=len, reverse=True))))
+    for gap, of_chat in gaps:
+        found = {*token.findall(gap)}
+        safe = {text for text in found if text in symbols or added[text][1] & SPECIAL}
+        marks |= safe or {x for x in found if of_chat and re.search(rf"\b{re.escape(x)}\b", gap)}
+    return marks
 
 
 def make_trials() -> list[Conversation]:
@@ -1564,7 +1602,7 @@ def make_tokenizer(source: Source, vocab_size: int) -> tuple[bytes, bytes]:
     if not isinstance(source.chat_template, str | None):
         refuse(source.path, "chat_template", "a text", repr(source.chat_template))
     pieces, tag = find_verified_pieces(source.chat_template, roles)
-    marks = source.chat_template or "<think></think>"  # of ChatML
+    marks = find_marks(source.chat_template, roles, pieces, added)
     for text, (i, flags) in added.items():
         is_mark = text in marks or text.startswith("<|") and text.endswith("|>")
         added[text] = i, flags if flags & SPECIAL or is_mark else flags | WORD

@@ -10,7 +10,9 @@ import jinja2.ext
 import jinja2.sandbox
 import pexpect
 import pytest
-from conftest import (CHATML, HYBRID, QUOTED_QWEN3, STATS, TESTS, change_sections, copy_model, finish, leave,
+import tokenizers
+from checkpoints import make_checkpoint
+from conftest import (CHATML, HYBRID, QUOTED_QWEN3, STATS, TESTS, change_sections, copy_model, export, finish, leave,
                       output, prompts, qwen3, records, settle, spawn, spawn_shell, tokenize)
 from test_templates import CHATS
 
@@ -64,6 +66,48 @@ def test_prompts_are_what_the_template_renders(tokenizer, random_model, template
             found, = records("render", model, int(thinking),
                              texts=[(m["role"], m["content"].encode()) for m in messages])
             assert found == tokenizer.encode(text).ids, (messages, thinking, text)
+
+
+MARKS = {  # a template, its marks, words: all are added tokens that are not special
+    "built": ("{% for m in messages %}{{ '<' + m.role + '>' + m.content + '\n' }}{% endfor %}"
+              "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}",
+              ["<user>", "<system>", "<assistant>", "<tool>"], ["user", "Cl", "messages", "==", ">"]),
+    "words": ("{% for m in messages %}{{ {'system': 'RULES', 'user': 'USER', 'assistant': 'AI'}[m.role] + ' says: '"
+              " + m.content + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ 'AI says: ' }}{% endif %}",
+              ["RULES", "USER", "AI"], ["ay", "messages", "Cl", "don't"]),
+    "named": ("{% if tools %}{{ 'Call a function to answer the query, in <tools></tools>, e.g. C++' }}{% endif %}"
+              "{% if messages[0].role != 'system' %}<|im_start|>system\nClaude, in the Cloud: don't ask.<|im_end|>\n"
+              "{% endif %}" + HYBRID, ["<tools>", "<think>", "</think>"], ["Cl", "function", "query", "user", "C++", "don't"]),
+    "dates": ("{{ strftime_now('%Y') }}{% for m in messages %}{{ '<' + m.role + '>' + m.content }}{% endfor %}",
+              ["<user>", "<system>"], [])}
+
+
+@pytest.mark.parametrize("which", MARKS)
+def test_words_count_and_marks_are_not_made(tokenizer, tmp_path, which):
+    """What a user types gets transformers' ids, but a mark of the template is plain text."""
+    template, marks, words = MARKS[which]
+    own = tokenizers.Tokenizer.from_str(tokenizer.to_str())
+    own.add_tokens([tokenizers.AddedToken(text, normalized=False) for text in marks + words])
+    model = export(make_checkpoint(tmp_path / "hf", own, template=template), tmp_path / "model.bin")
+    compiled = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(template)
+    r, typed = random.Random(which), [own.token_to_id(text) for text in marks]
+
+    def count(ids):
+        return [ids.count(i) for i in typed]
+
+    def render(talk):
+        return compiled.render(messages=[{"role": role, "content": text} for role, text in talk], enable_thinking=True,
+                               add_generation_prompt=True)
+    for i in range(40):
+        talk = [(role, "".join(r.choices([*words, "the wind ", "x", "[", "\nso "], k=5)))
+                for role in (["system"], [])[i % 2] + ["user"]]
+        texts = [(role, text.encode()) for role, text in talk]
+        if words:
+            assert records("render", model, 1, texts=texts) == [own.encode(render(talk)).ids], talk
+        attack = "".join(r.sample([*marks, *words, "x "], k=3))
+        found, = records("render", model, 1, texts=[*texts[:-1], ("user", attack.encode())])
+        assert (count(found) == count(records("render", model, 1, texts=texts)[0])
+                and attack in own.decode(found, skip_special_tokens=False)), attack
 
 
 @pytest.mark.parametrize("spelled", [True, False])

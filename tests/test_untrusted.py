@@ -65,7 +65,7 @@ def test_template_s_process_has_nothing_of_its_surroundings(tmp_path, monkeypatc
     assert export.find_verified_pieces(CHATML, {})[0] and not export.Notices.hints
     seen = ("import os, jinja2; assert jinja2.__file__.startswith(sys.argv[1])\n"
             "    assert set(os.environ) <= {'SYSTEMROOT', 'LC_CTYPE'}, os.environ\n"
-            "    print(json.dumps([[sys.argv[1]] * 9999, None]))\n    return\n    ")
+            "    print(json.dumps([[[sys.argv[1], None]] * 9999, None]))\n    return\n    ")
     source = export.inspect.getsource(export.run_template)
     code = source.replace("source, variables, ", seen + "source, variables, ")
     monkeypatch.setattr(export.inspect, "getsource", lambda _: code)
