@@ -89,10 +89,9 @@
      The feed-forward network       Texts and places      Starting a run        Matrix products
      The whole model                Many texts at once    Raw texts             Attention
      Text to tokens                 Drafts, a pass        JSON                  The work of a layer
-     The sampler                    Writing               Lists                 The memory of a run
-     The main loop                  Thinking              Going on with a list  POSIX and Windows
-     The chat format                Given answers         main
-                                    Requests                                                    */
+     The sampler                    Writing, thinking     Lists                 The memory of a run
+     The main loop                  Given answers         Going on with a list  POSIX and Windows
+     The chat format                Requests              main                                  */
 
 #if __SIZEOF_POINTER__ < 8 || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "qwen3.c needs a 64-bit little-endian machine: models are mapped as they are"
@@ -218,11 +217,11 @@ typedef struct {
     float *y;          // (dim)           one expert's output
     float *out;        // (dim)           what is added to x
     float *logits;     // (vocab_size)
-    int context;       // the most positions of a text (option -c)
     float *keys, *values;  // (n_kv_layers, context, kv_dim)  the KV cache: all k and v so far
 } State;
 
-typedef struct { Config config; Weights weights; State state; } Model;  // load_model (Part II)
+// load_model makes it (Part II). `context` is the most positions of a text (option -c).
+typedef struct { Config config; Weights weights; State state; int context; } Model;
 
 // ------------------------------------------------------------------------------------------------
 // Math: what a layer computes on one vector. (Part III, Vector math, has what is only declared.)
@@ -412,7 +411,7 @@ static void embed(const Model *m, int token, float *x) {
 // Returns where a key or value (head_dim) is in `cache` (State.keys or State.values).
 static float *in_cache(const Model *m, float *cache, int l, int pos, int kv_head) {
     const Config *c = &m->config;
-    const size_t at = (size_t)m->weights.layers[l].kv_layer * m->state.context + pos;
+    const size_t at = (size_t)m->weights.layers[l].kv_layer * m->context + pos;
     return cache + at * c->kv_dim + kv_head * c->head_dim;
 }
 
@@ -1000,9 +999,9 @@ typedef struct Text {  // add_text makes it (Part II) of a prompt that has ids a
     Ids ids;           // its tokens, those of the prompt first; a perplexity has at least two
     size_t n_run;      // how many have run: their keys and values are in the KV cache
     size_t target;     // the number of the id that is predicted next: drawn or scored
-    size_t n_prompt;   // ids of the prompt
-    size_t max_ids;    // the most ids of prompt and answer together (option -n)
-    size_t context;    // the most positions that fit into the cache (option -c)
+    size_t n_prompt;   // ids before the answer, or with -o before given answers; of a piece: all
+    size_t max_ids;    // the most ids of prompt and answer (option -n), or with -o before these
+    size_t context;    // the most positions that fit into the cache (option -c); with -o less
     size_t watched;    // repeats count from this id on: first n_prompt; with -n never (INT_MAX)
     int repeats;       // how much it repeats itself: see repeats_itself (Part II)
     bool embeds;       // no id is predicted: x becomes an embedding
@@ -1064,7 +1063,7 @@ static Ending accept_id(const Tokenizer *tok, Text *text, int id);
 
 // Overwrites the logits (of the id before). Returns as append_id.
 static Ending draw_next(const Tokenizer *tok, Text *text, float *logits) {
-    if (text->ids.n == text->max_ids) return LIMIT_REACHED;  // -n 0
+    if (text->ids.n == text->max_ids) return LIMIT_REACHED;  // -n 0, or -o
     const int id = sample(&text->sampler, logits, tok->vocab_size);
     return id < 0 ? FAILED : accept_id(tok, text, id);
 }
@@ -1233,7 +1232,7 @@ static bool stdin_has_data(void);                     // a pipe with data, or a 
 typedef enum { NOTHING, PART, LINE } Waiting;
 static Waiting input_waits(void);                     // how much of a paste is still to be read
 
-static void state_init(Model *m);                     // allocates State for texts up to its context
+static void state_init(Model *m);                     // allocates State, for its context
 static double position_size(const Config *c);         // bytes of all keys and values of a position
 
 // What Part III provides to Part II: many tokens at once
@@ -1259,13 +1258,13 @@ typedef struct Pass {
     float *cos, *sin;  // (batch, rotary_dim / 2)  as in State, for each row
     float *x;          // (batch, dim)
     float *logits;     // (logit_rows, vocab_size)
-    struct Worker *workers; // (threads) Part III only, like the next two
+    struct Worker *workers; // (threads) Part III only, like n
     int n;             // rows that run
-    int kept;          // those that are needed, in the last layer
+    int n_needed;      // so many of them have been moved to the front, once all layers have run
 } Pass;
 
 // Allocates memory for passes of up to `batch` tokens, logit_rows rows of logits, and a cache of
-// `texts` texts of State.context positions. If memory is short it holds fewer texts, one at least.
+// `texts` texts of Model.context positions. If memory is short it holds fewer texts, one at least.
 static Pass *pass_init(const Model *m, int batch, int logit_rows, int texts);
 
 // forward() for Pass.rows 0 .. n - 1, n <= batch: the same bits. The cache must hold the positions
@@ -1386,9 +1385,8 @@ INLINE float as_float(uint32_t bits) {  // the float with these bits
 }
 
 static size_t find_last(Bytes text, Bytes part) {
-    for (size_t end = text.n; part.n && end >= part.n; end--) {
+    for (size_t end = text.n; part.n && end >= part.n; end--)
         if (memcmp(text.p + end - part.n, part.p, part.n) == 0) return end;
-    }
     return 0;
 }
 
@@ -1454,15 +1452,19 @@ static void die_export(const char *file, const char *what, int n, const char *so
     die("%s: %s, expected a .bin file, which this makes: export.py %.*s", file, what, n, source);
 }
 
-static void check_magic(const char *file, uint32_t magic) {
-    const char *slash = strrchr(file, '/'), *dot = strrchr(file, '.');
-    const int n = slash && slash > file ? (int)(slash - file) : 1;
-    if (magic == 0x46554747) die_export(file, "a GGUF file", INT_MAX, file);
-    if (dot && !strcmp(dot, ".safetensors"))
-        die_export(file, "a part of a checkpoint", n, slash ? file : ".");
-    if (magic != 0x616A6331)
-        die("%s: not a qwen3.c model, expected a file made by export.py (magic 0x616a6331), "
-            "found 0x%08x", file, magic);
+// Ends the program if MODEL is no file, or another one than was meant.
+static void check_model(const char *path) {
+    const char *slash = strchr(path, '/'), *last = strrchr(path, '/'), *end = strrchr(path, '.');
+    const bool on_hub = slash && slash == last && !strchr("./~", *path) &&
+                        !strstr(path, ".bin");  // ORGANIZATION/NAME
+    const unsigned mode = file_mode(path);
+    if (end > path && !strcmp(end, ".tokenizer"))
+        die("%s: belongs to a model, expected %.*s", path, (int)(end - path), path);
+    if (mode && end && !strcmp(end, ".safetensors"))
+        die_export(path, "a part of a checkpoint", last > path ? (int)(last - path) : 1,
+                   last ? path : ".");
+    if (S_ISDIR(mode)) die_export(path, "a directory", INT_MAX, path);
+    if (on_hub && !mode) die_export(path, "not a file", INT_MAX, path);
 }
 
 static void take_zeros(Cursor *in, int at, int end) {  // offsets in the header
@@ -1470,7 +1472,11 @@ static void take_zeros(Cursor *in, int at, int end) {  // offsets in the header
 }
 
 static void take_header(Cursor *in, Config *c) {
-    check_magic(in->file, take_u32(in));
+    const uint32_t magic = take_u32(in);
+    if (magic == 0x46554747) die_export(in->file, "a GGUF file", INT_MAX, in->file);
+    if (magic != 0x616A6331)
+        die("%s: not a qwen3.c model, expected a file made by export.py (magic 0x616a6331), "
+            "found 0x%08x", in->file, magic);
     take_number(in, "version", false, 1, 1);
     TAKE(c, dim, 1, 1 << 20);
     TAKE(c, hidden_dim, 1, 1 << 20);
@@ -1544,10 +1550,9 @@ INLINE const void *take_panels(Cursor *in, const Config *c, int rows, size_t n, 
     if (!panels) return from;
     in->panels += padded;
     for (int first = 0; first < rows; first += PANEL) {
-        for (size_t i = 0; i < n; i++) {
+        for (size_t i = 0; i < n; i++)
             for (int r = first; r < first + PANEL; r++, to += size)
                 if (r < rows) memcpy(to, from + (r * n + i) * size, size);
-        }
     }
     return panels;
 }
@@ -2400,7 +2405,8 @@ typedef struct Slot {  // what Part II has of a text, beside Text
     size_t number;     // of its line in a list, from 0
     double start;      // when it was added
     size_t cached;     // tokens of the prompt that did not need to run
-    size_t counted;    // with given answers: tokens of these and of the thinking
+    size_t drawn;      // tokens of its answer; with -o of the thinking and the given answers
+    bool thinking;     // its ids end inside <think>
     int thought;       // tokens of thinking that were drawn
     int closed_by;     // the Ending for which budget_text closed its thinking, or NOT_CLOSED
     int choice;        // the given answer that is scored, or what comes before these
@@ -2439,9 +2445,8 @@ typedef struct Engine {  // the program's state
     Ids budget_text;   // what ends thinking that has reached it
     Ids after_think;   // what follows </think> before given answers
     Choices next;      // the given answers of the next text: of -o, or with -o @NAME of its row
-    size_t reserve;    // tokens that must fit after that text: an end of thinking, a given answer
+    size_t reserve;    // with -o: tokens that must fit after that text's prompt
     // Many texts at once only:
-    int needed;        // rows of this pass that get logits
     double *row_nll;   // (logit_rows) -log(probability) of the id after each, if it is there
     Kept kept[MOST_TEXTS + 1];  // what was used last comes first
     int *users;        // (Pass.n_blocks) how many texts that run, and Kepts, have this block
@@ -2451,6 +2456,7 @@ typedef struct Engine {  // the program's state
     Conversation conversation;  // of a chat, or of a list's line
     Buffer input;      // the prompt's text, the message being typed, or a JSON line's last string
     Ids prompt;
+    Sampler sampling;  // of all texts: each has its own rng
     uint64_t rng;      // of the conversation's next answer
     bool dialogue;     // a conversation at a terminal: it goes on after a wrong message
     Buffer not_utf8;   // the notice of the first text that is not UTF-8
@@ -2669,8 +2675,8 @@ static void schedule(Engine *e) {
 // All texts of a pass share draft_rows rows. A text gets twice as many after a draft without a
 // wrong id. With -b 1, or while a prompt runs, there are no drafts. A drafted token costs
 // DRAFT_COST, a right one earns twice as much, and every pass earns 1. While this credit is
-// negative there are no drafts. So of 20 passes one has a wrong token: 2.5 % of the time at most
-// (with experts it takes half the time of another), beyond 40 wrong ones that saved credit pays.
+// negative there are no drafts. So, but for 40 wrong ones that saved credit pays for, at most one
+// pass in 20 has a wrong token. With experts, that makes it longer by half: 2.5 % of the time.
 enum { NGRAM = 5, DRAFT_COST = 20, MOST_CREDIT = 40 * DRAFT_COST };
 
 // Guesses up to `most` ids after a text: those after the latest place where its last ids stand. The
@@ -2716,20 +2722,19 @@ static void draft_texts(Engine *e) {
 // scored: so of a prompt's rows only the last does. A scored text's last id need not run.
 static int make_rows(Engine *e) {
     Pass *p = e->pass;
-    int n = 0;
-    e->needed = 0;
+    int n = 0, n_needed = 0;
     for (int i = 0; i < e->n_running; i++) {
         Text *t = e->order[i];
         Slot *slot = t->slot;
         const size_t end = t->target < t->ids.n ? t->ids.n - 1 : t->ids.n + slot->guesses;
         const int later = e->n_running - 1 - i;  // a row is kept for each text that follows
-        slot->first = e->needed;
+        slot->first = n_needed;
         slot->rows = 0;
         for (size_t pos = t->n_run; pos < end; pos++) {
             const bool needed = pos + 1 >= t->target;
-            if (n + later == p->batch || e->needed + later == p->logit_rows) break;
+            if (n + later == p->batch || n_needed + later == p->logit_rows) break;
             p->rows[n++] = (Row){t->ids.p[pos], (int)pos, slot->own.blocks.p, needed, t};
-            e->needed += needed;
+            n_needed += needed;
             slot->rows += pos < t->ids.n;  // draw adds a right guess to n_run
         }
     }
@@ -2760,7 +2765,7 @@ static void draw(const Engine *e, Text *t) {
 // there, then for each text. (A row of a text that is drawn is left alone: draw needs its logits.)
 static void end_pass(void *arg) {
     const Engine *e = arg;
-    EACH (i, e->mode == EMBED ? 0 : e->needed, 1) {
+    EACH (i, e->mode == EMBED ? 0 : e->pass->n_needed, 1) {
         const Row *row = &e->pass->rows[i];
         const Ids *ids = &row->text->ids;
         const size_t next = row->pos + 1;
@@ -2803,9 +2808,9 @@ static bool run_pass(Engine *e) {
     if (n == 0 || !forward_rows(e->pass, n)) return false;
     for (int i = 0; i < e->n_running; i++) e->order[i]->n_run += e->order[i]->slot->rows;
     e->n_rows += n;
-    if (e->needed == 0) return true;
+    if (e->pass->n_needed == 0) return true;
     if (e->prompt_end == 0) e->prompt_end = now();
-    if (e->mode != EMBED) classify(e->pass, e->needed);  // forward_rows has put them first
+    if (e->mode != EMBED) classify(e->pass, e->pass->n_needed);
     // The answer of a text alone is written by the main thread: Ctrl-C gets it out of a write.
     if (e->n_running > 1 || e->mode == PERPLEXITY) on_all_threads(end_pass, e);
     else end_pass(e);
@@ -2898,9 +2903,9 @@ static void report(const char *fmt, ...) {
 }
 
 typedef struct Writer {
-    bool chat;      // thinking is set apart from the answer
+    bool chat;      // a newline ends the answer
     bool terminal;  // stdout is a terminal
-    bool thinking;  // what comes now is thinking
+    bool thinking;  // what comes now is thinking: see add_id
     bool trims;     // thinking has ended: newlines that follow are not written
     Buffer *to;     // of a list: gets the answer, and thinking is lost; NULL: it goes to stdout
     Bytes stop;     // -x: the answer ends before this text
@@ -2912,9 +2917,8 @@ typedef struct Writer {
 // add_printable a carriage return, because it keeps only one before a newline.
 static size_t unfinished(Bytes text, bool printable) {
     if (printable && text.n && text.p[text.n - 1] == '\r') return 1;
-    for (size_t n = 1; n <= 3 && n <= text.n; n++) {
+    for (size_t n = 1; n <= 3 && n <= text.n; n++)
         if (begins_char(bytes_from(text, text.n - n))) return n;
-    }
     return 0;
 }
 
@@ -2943,13 +2947,12 @@ static void writer_thinks(Writer *out, bool thinking) {
     out->trims = out->thinking && !thinking;
     if (out->trims) buffer_add(&out->held, bytes(out->terminal ? "\n\n" : "\n"));
     writer_flush(out, 0);
-    out->thinking = thinking && out->chat;
+    out->thinking = thinking;
 }
 
 static bool writer_token(Writer *out, const Tokenizer *tok, int id) {
     Buffer *held = &out->held;
     Bytes text = tok->kind[id] & SPECIAL ? (Bytes){0} : tok->text[id];
-    if (id == tok->think && out->chat) writer_thinks(out, true);
     while (out->trims && text.n && *text.p == '\n') text = bytes_from(text, 1);
     out->trims &= text.n == 0;
     buffer_add(held, text);
@@ -2963,7 +2966,6 @@ static bool writer_token(Writer *out, const Tokenizer *tok, int id) {
     }
     const size_t waits = unfinished((Bytes){held->p, at}, out->terminal || out->thinking);
     writer_flush(out, held->n - at + waits);
-    if (id == tok->end_think && out->thinking) writer_thinks(out, false);
     return true;
 }
 
@@ -3012,13 +3014,24 @@ static bool repeats_itself(const Tokenizer *tok, Text *text) {
     return text->repeats >= MOST;
 }
 
+// Calls append_id. In a chat a text thinks from <think> on, and up to </think>: its writer follows.
+static Ending add_id(const Tokenizer *tok, Text *t, int id) {
+    bool *thinking = &t->slot->thinking;
+    const bool stops = is_stop(tok, id), chat = t->slot->engine->mode == CHAT && !stops;
+    t->slot->drawn += !stops;
+    if (chat && id == tok->think) writer_thinks(t->writer, *thinking = true);
+    const Ending ending = append_id(tok, t, id);
+    if (chat && id == tok->end_think && *thinking) writer_thinks(t->writer, *thinking = false);
+    return ending;
+}
+
 static Ending accept_id(const Tokenizer *tok, Text *t, int id) {
     Slot *slot = t->slot;
     const Engine *e = slot->engine;
-    const bool chooses = e->kind >= CHOICES, was_thinking = t->writer->thinking;
+    const bool chooses = e->kind >= CHOICES, was_thinking = slot->thinking;
     if (chooses && !was_thinking && id != tok->think) return COMPLETE;  // this id is dropped
-    Ending ending = append_id(tok, t, id);
-    if (!t->writer->thinking) return chooses ? COMPLETE : ending;
+    Ending ending = add_id(tok, t, id);
+    if (!slot->thinking) return chooses ? COMPLETE : ending;
     slot->thought += was_thinking && ending != COMPLETE;  // <think> and a stop id do not count
     const bool closes = ending == GOES_ON ? slot->thought >= e->budget
         : chooses || (ending == REPEATS && slot->closed_by != REPEATS);  // else the answer ends
@@ -3028,7 +3041,7 @@ static Ending accept_id(const Tokenizer *tok, Text *t, int id) {
     if (ending == REPEATS) t->repeats = 0;
     ending = GOES_ON;
     for (size_t i = 0; i < e->budget_text.n && ending == GOES_ON; i++)
-        ending = append_id(tok, t, e->budget_text.p[i]);
+        ending = add_id(tok, t, e->budget_text.p[i]);
     return ending;
 }
 
@@ -3080,25 +3093,8 @@ static Bytes strip_end(const Tokenizer *tok, Bytes text) {
     return (Bytes){text.p, end};
 }
 
-// Encodes the given answers: of all texts, or of the next one. With `ids` of its raw prompt, prompt
-// and TEXT are encoded together, as lm-evaluation-harness does: the first ids->n ids are the
-// prompt's. (encode_text has left out its last blanks.) Returns an error, or NULL.
-static const char *encode_choices(Engine *e, Bytes prompt, const Ids *ids) {
-    const Tokenizer *tok = &e->tokenizer;
-    Choices *all = &e->next;
-    size_t longest = 0;
-    if (all->n == 0) return NULL;  // reserve stays 0
-    const size_t copied = !ids ? 0 : strip_end(tok, prompt).n ? tok->prefix.n : ids->n;
-    all->before = ids ? ids->n : 0;
-    for (Choice *c = all->p; c < all->p + all->n; c++) {
-        Buffer text = {0};
-        if (ids) buffer_add(&text, prompt);
-        buffer_add(&text, bytes_of(&c->text));
-        for (size_t i = 0; i < copied; i++) ids_add(&c->ids, ids->p[i]);  // that no text makes
-        encode_part(tok, bytes_of(&text), e->mode == GENERATE, &c->ids);
-        free(text.p);
-        if (c->ids.n > longest) longest = c->ids.n;
-    }
+// Returns what is wrong with the tokens of the given answers, or NULL. Counts them.
+static const char *check_choices(const Tokenizer *tok, Choices *all) {
     for (Choice *c = all->p; c < all->p + all->n; c++) {
         const size_t n = c->ids.n;
         const char *wrong = n > all->before ? NULL : "adds no token to the prompt";
@@ -3115,18 +3111,41 @@ static const char *encode_choices(Engine *e, Bytes prompt, const Ids *ids) {
         c->n_tokens = n - all->before;
         if (begins) ids_add(&c->ids, ANY_STOP);
     }
-    e->reserve = longest - all->before + (e->may_think ? e->budget_text.n + 1 : 0);
     return NULL;
+}
+
+// Encodes the given answers of the next text. With `ids` of its raw prompt, prompt and TEXT are
+// encoded together, as lm-evaluation-harness does: the first ids->n ids are the prompt's.
+// (encode_text has left out its last blanks.) Returns what is wrong, or NULL.
+static const char *encode_choices(Engine *e, Bytes prompt, const Ids *ids) {
+    const Tokenizer *tok = &e->tokenizer;
+    Choices *all = &e->next;
+    size_t longest = 0;
+    if (all->n == 0) return NULL;  // reserve stays 0
+    all->before = ids ? ids->n : 0;
+    // Ids that no bytes make: the prefix; of an empty prompt all
+    const size_t copied = !ids ? 0 : strip_end(tok, prompt).n ? tok->prefix.n : ids->n;
+    for (Choice *c = all->p; c < all->p + all->n; c++) {
+        Buffer text = {0};
+        if (ids) buffer_add(&text, prompt);
+        buffer_add(&text, bytes_of(&c->text));
+        for (size_t i = 0; i < copied; i++) ids_add(&c->ids, ids->p[i]);
+        encode_part(tok, bytes_of(&text), e->mode == GENERATE, &c->ids);
+        free(text.p);
+        if (c->ids.n > longest) longest = c->ids.n;
+    }
+    e->reserve = longest - all->before + (e->may_think ? e->budget_text.n + 1 : 0);
+    return check_choices(tok, all);
 }
 
 // Ends the thinking, if there is any, in spite of -n.
 static void end_thinking(Engine *e, Text *t) {
-    const bool closed = t->writer->chat && t->ids.p[t->ids.n - 1] == e->tokenizer.end_think;
-    const Ids *ids = t->writer->thinking ? &e->budget_text : closed ? &e->after_think : NULL;
+    const bool closed = e->mode == CHAT && t->ids.p[t->ids.n - 1] == e->tokenizer.end_think;
+    const Ids *ids = t->slot->thinking ? &e->budget_text : closed ? &e->after_think : NULL;
     go_back(e, t, t->ids.n - 1);  // the logits are needed once more
-    for (size_t i = 0; ids && i < ids->n; i++) append_id(&e->tokenizer, t, ids->p[i]);
+    for (size_t i = 0; ids && i < ids->n; i++) add_id(&e->tokenizer, t, ids->p[i]);
     t->max_ids = t->ids.n;  // so draw_next returns LIMIT_REACHED once the last id has run
-    t->context = e->model.state.context;
+    t->context = e->model.context;
     t->slot->choice = FIRST_IDS;
 }
 
@@ -3141,7 +3160,6 @@ static void score_first_ids(Engine *e, Text *t) {
     t->ending = COMPLETE;
     for (int i = 0; i < all->n; i++)
         if (!isfinite(nll[i] += sum)) t->ending = FAILED;
-    slot->counted = t->ids.n - t->n_prompt;
     t->n_prompt = t->ids.n;  // what all TEXTs follow
 }
 
@@ -3153,7 +3171,7 @@ static bool start_choice(Engine *e, Text *t) {
         const Choice *c = &all->p[asker->n_begun++];
         const size_t from = t->n_prompt - all->before;  // its ids' place
         size_t same = from;  // ids before this one need not run again
-        asker->counted += c->n_tokens;
+        asker->drawn += c->n_tokens;
         t->nll = all->before ? 0 : asker->own.nll[slot->choice];
         if (c->ids.n == 1) continue;  // it is known
         t->target = t->n_prompt + (all->before == 0);
@@ -3212,13 +3230,12 @@ static bool next_piece(Engine *e, Text *t) {
 static Text *add_text(Engine *e, const Ids *prompt, uint64_t rng, bool goes_on) {
     Text *t = e->order[e->n_texts++];
     const size_t n = prompt->n, vocab_size = e->tokenizer.vocab_size;
-    const size_t context = e->model.state.context;
-    const size_t kept = e->kind >= CHOICES ? min_size(context, e->reserve + 1) : 0;  // + a last id
+    const size_t kept = e->kind >= CHOICES ? min_size(e->model.context, e->reserve + 1) : 0;
     const Options *o = &e->options;
     Slot *slot = t->slot;
     Ids *all = &slot->own.all;
     const Choices last = slot->own.choices;
-    all->p = grow(all->p, &all->cap, n, context + 1, sizeof(int));  // also for guesses
+    all->p = grow(all->p, &all->cap, n, e->model.context + 1, sizeof(int));  // also for guesses
     memcpy(all->p, prompt->p, n * sizeof(int));
     all->n = n;
     slot->own.out.n = 0;
@@ -3226,8 +3243,8 @@ static Text *add_text(Engine *e, const Ids *prompt, uint64_t rng, bool goes_on) 
     slot->own.choices = e->next;
     if (e->kind == OWN_CHOICES) e->next = last;  // its memory serves the row after this one
     *slot = (Slot){.engine = e, .own = slot->own, .start = now(), .closed_by = NOT_CLOSED,
-                   .choice = THINKS, .asker = slot};
-    *t = (Text){.ids = *all, .target = n, .n_prompt = n, .context = context - kept,
+                   .choice = THINKS, .asker = slot, .thinking = e->thinks && !goes_on};
+    *t = (Text){.ids = *all, .target = n, .n_prompt = n, .context = e->model.context - kept,
                 .max_ids = o->n < 0 ? SIZE_MAX : n + o->n, .embeds = e->mode == EMBED,
                 .watched = o->n < -1 ? n : INT_MAX,
                 .sampler = t->sampler, .writer = t->writer, .slot = slot};
@@ -3236,7 +3253,7 @@ static Text *add_text(Engine *e, const Ids *prompt, uint64_t rng, bool goes_on) 
     memset(t->sampler.seen, 0, vocab_size * sizeof(bool));
     for (size_t i = 0; i < n; i++) t->sampler.seen[prompt->p[i]] = true;
     if (e->mode == PERPLEXITY) t->ids.n = 1, next_piece(e, t);  // as if its first id were a piece
-    writer_thinks(t->writer, e->thinks && !goes_on);
+    writer_thinks(t->writer, slot->thinking);
     const bool may_think = e->may_think && !goes_on && o->n != 0 && n <= t->context;
     if (e->kind >= CHOICES && !may_think) end_thinking(e, t);
     return t;
@@ -3273,31 +3290,37 @@ static bool draws_ids(const Engine *e) {
     return modes[e->mode].has_answers && (e->kind < CHOICES || (e->may_think && e->options.n));
 }
 
-// Returns what is wrong with a prompt, or NULL. Before it is encoded, ids is NULL, and the fewest
-// ids that `size` bytes can make count. After that, size is only asked whether it is 0: no text.
-static const char *wrong_length(const Engine *e, size_t size, const Ids *ids) {
-    const size_t context = e->model.state.context, all = e->model.config.max_seq_len;
-    const size_t n = ids ? ids->n : size / 4 / e->tokenizer.tables->longest;  // NFC may quarter it
-    const size_t least = ids ? modes[e->mode].least : 0;
+// Returns that a prompt of n ids, or as `more` says, is too long; NULL if it is not.
+static const char *too_long(const Engine *e, size_t n, const char *more) {
+    const size_t context = e->model.context, all = e->model.config.max_seq_len;
     const bool whole = e->mode != TOKENIZE && e->mode != PERPLEXITY;  // must it fit?
     const size_t most = whole ? context - min_size(context, e->reserve) : INT_MAX;
-    const double takes = 56e-6 * size;  // MB, to encode it
     char hint[64] = "split the text, or export.py --yarn";
     if (n <= all && context < all) snprintf(hint, sizeof(hint), "-c, up to %zu", all);
-    if (ids && !size && (e->mode == CHAT || e->mode == EMBED)) return "empty, expected a text";
-    if (n < least) return say("too short, expected %zu or more tokens, found %zu", least, n);
-    if (n > most)
-        return say("too long, expected at most %zu tokens (%s), found %zu%s", most, hint, n,
-                   ids ? "" : " or more");
-    if (!ids && takes > 50 && takes > memory_size() / 2e6)
-        return say("too long, expected at most %.0f MB, because encoding takes 56 times as much, "
-                   "found %.0f MB", memory_size() / 112e6, size / 1e6);
-    return NULL;
+    return n <= most ? NULL : say("too long, expected at most %zu tokens (%s), found %zu%s", most,
+                                  hint, n, more);
 }
 
-// Reports if the prompt can't run. Then ends the program or, in a dialogue, returns false.
-static bool check_length(const Engine *e, size_t size, const Ids *ids) {
-    const char *error = wrong_length(e, size, ids);
+// Returns what is wrong with a prompt of so many bytes before it is encoded, or NULL.
+static const char *too_large(const Engine *e, size_t size) {
+    const double takes = 56e-6 * size;  // MB, to encode it
+    const size_t n = size / 4 / e->tokenizer.tables->longest;  // ids at least: NFC may quarter it
+    const char *error = too_long(e, n, " or more");
+    if (error || takes <= 50 || takes <= memory_size() / 2e6) return error;
+    return say("too long, expected at most %.0f MB, because encoding takes 56 times as much, "
+               "found %.0f MB", memory_size() / 112e6, size / 1e6);
+}
+
+// Returns what is wrong with the ids of a prompt, or NULL. `empty`: its text is.
+static const char *wrong_length(const Engine *e, bool empty, const Ids *ids) {
+    const size_t n = ids->n, least = modes[e->mode].least;
+    if (empty && (e->mode == CHAT || e->mode == EMBED)) return "empty, expected a text";
+    if (n < least) return say("too short, expected %zu or more tokens, found %zu", least, n);
+    return too_long(e, n, "");
+}
+
+// Reports what is wrong with the prompt. Then ends the program or, in a dialogue, returns false.
+static bool check_prompt(const Engine *e, const char *error) {
     if (error) report("prompt: %s", error);
     if (error && !e->dialogue) exit(EXIT_FAILURE);
     return !error;
@@ -3318,14 +3341,14 @@ static void check_utf8(Engine *e, const char *name, size_t line, Bytes text) {
 // -v: where the model came from, the cache, the sampling, the chat template's own system prompt
 static void show_settings(const Engine *e) {
     const ChatFormat *f = &e->tokenizer.chat;
-    const Sampler *s = &e->places->sampler;
+    const Sampler *s = &e->sampling;
     const Bytes from = e->tokenizer.tables->from, open = f->open[SYSTEM], close = f->close[SYSTEM];
     Bytes text = e->mode == CHAT && !e->options.system ? f->no_system : (Bytes){0};
     if (text.n > open.n + close.n && memcmp(text.p, open.p, open.n) == 0)
         text = (Bytes){text.p + open.n, text.n - open.n - close.n};
     if (from.n) report("model: %.*s", (int)min_size(from.n, 1000), from.p);
     if (e->mode != TOKENIZE)
-        report("cache: -c %d -C %d", e->model.state.context, e->model.config.cache_bits);
+        report("cache: -c %d -C %d", e->model.context, e->model.config.cache_bits);
     if (draws_ids(e))
         report("sampling: -t %g -p %g -k %d -a %g -e %g", s->temperature, s->top_p, s->top_k,
                s->presence, s->repetition);
@@ -3353,7 +3376,6 @@ static void check_blanks(Engine *e) {
 // Writes what stderr says before the model runs: the prompt's ids, and the first time the notices.
 static void give_notices(Engine *e) {
     const Options *o = &e->options;
-    const size_t context = e->model.state.context;
     const Mode mode = e->mode;
     const bool chat = mode == CHAT, piped = o->file ? !strcmp(o->file, "-") : !o->text;
     const unsigned counts = chat ? CHATS : modes[mode].has_answers ? ANSWERS : ALWAYS;
@@ -3385,9 +3407,9 @@ static void give_notices(Engine *e) {
     for (const Option *option = options; option < options + N_OPTIONS; option++)
         if (o->given[(uint8_t)option->letter] && option->counts > counts)
             notice("-%c: no effect with -m %s", option->letter, modes[mode].name);
-    if (mode == PERPLEXITY && e->prompt.n > context)
-        notice("text: %zu tokens are scored in pieces of %zu (-c)", e->prompt.n, context);
-    if (chat && (e->switched_on || e->thinks) && e->places->sampler.temperature == 0)
+    if (mode == PERPLEXITY && e->prompt.n > (size_t)e->model.context)
+        notice("text: %zu tokens are scored in pieces of %d (-c)", e->prompt.n, e->model.context);
+    if (chat && (e->switched_on || e->thinks) && e->sampling.temperature == 0)
         notice("-t 0: greedy thinking tends to repeat without end, Qwen advises 0.6");
     if (o->threads > 2 * cpu_count())
         notice("-j: more threads than cores take longer; without -j each core has one");
@@ -3452,10 +3474,9 @@ static void buffer_add_score(Buffer *out, const Text *t, bool object) {
                  NLL_DIGITS, nll, fmin(ppl, most));
 }
 
-// Ends a line with the result of a text (TOKENIZE: of ids) or its error. These are members if the
-// line is an object already, or of given answers.
-static void add_result(Buffer *line, const Engine *e, const Text *t, const Ids *ids,
-                       const char *error) {
+// Ends a line with a text's result (TOKENIZE: the prompt's ids) or its error. These are members if
+// the line is an object already, or of given answers.
+static void add_result(Buffer *line, const Engine *e, const Text *t, const char *error) {
     const int kind = e->kind;
     if (kind == CHOICES && line->n == 0 && !error) buffer_add(line, bytes("{"));
     const bool object = line->n > 0;
@@ -3463,7 +3484,7 @@ static void add_result(Buffer *line, const Engine *e, const Text *t, const Ids *
     if (error) buffer_add(line, bytes("null"));
     else if (kind >= CHOICES) buffer_add_choices(line, t->slot, kind);
     else if (kind == EMBED) buffer_add(line, bytes_of(&t->slot->own.out));
-    else if (kind == TOKENIZE) buffer_add_ids(line, ids, object);
+    else if (kind == TOKENIZE) buffer_add_ids(line, &e->prompt, object);
     else if (kind == PERPLEXITY) buffer_add_score(line, t, object);
     else buffer_add_json(line, bytes_of(&t->slot->own.out), false);
     if (object && error) {
@@ -3556,22 +3577,21 @@ static Text *run_request(Engine *e) {
     return t;
 }
 
-// Says how an answer that began at `start`, or its thinking, ended, if not by itself, and how fast.
-static void report_answer(const Engine *e, const Text *t, bool in_thinking, double start) {
+// Says how an answer or its thinking ended, if not by itself, and how fast it was.
+static void report_answer(const Engine *e, const Text *t) {
     const Slot *slot = t->slot;
-    const int context = e->model.state.context, all = e->model.config.max_seq_len;
-    const size_t prompt = e->prompt.n, drawn = t->ids.n - t->n_prompt;
+    const int context = e->model.context, all = e->model.config.max_seq_len;
+    const size_t prompt = e->prompt.n, n = slot->drawn;
     const size_t done = t->ending == INTERRUPTED ? min_size(t->n_run, prompt) : prompt;
-    const size_t n = e->kind >= CHOICES ? slot->counted : drawn;
-    const double p = done / (e->prompt_end - start + 1e-9);  // tokens/s, some of which were there
+    const double p = done / (e->prompt_end - slot->start + 1e-9);  // tokens/s; some were there
     const double g = n / (now() - e->prompt_end + 1e-9);
     const bool may_grow = t->ending == CONTEXT_ENDED && context < all;
     if (slot->closed_by != NOT_CLOSED)
         notice("answer: thinking ended by %s after %d tokens", endings[slot->closed_by].by,
                slot->thought);
-    if (t->ending > COMPLETE && t->ending < INTERRUPTED && quiet <= in_thinking)
+    if (t->ending > COMPLETE && t->ending < INTERRUPTED && quiet <= slot->thinking)
         report("answer: ended%s by %s after %zu tokens%s",
-               in_thinking ? " inside its thinking" : "", endings[t->ending].by, drawn,
+               slot->thinking ? " inside its thinking" : "", endings[t->ending].by, n,
                may_grow ? say("; -c allows up to %d", all) : "");
     if (!quiet)
         fprintf(stderr,  // rates with a decimal only below 1,000
@@ -3594,14 +3614,12 @@ static void take_back(Message *message, Writer *out, const Tokenizer *tok) {
 // Answers the prompt, as the conversation's next message. Returns false if Ctrl-C came first.
 static bool respond(Engine *e) {
     Message *message = conversation_add(&e->conversation, ASSISTANT, (Bytes){0});
-    const double start = now();
     const Text *t = run_request(e);
-    const bool in_thinking = t->writer->thinking;  // before writer_end
     e->rng = t->sampler.rng;
     for (size_t i = t->n_prompt; i < t->ids.n; i++) ids_add(&message->ids, t->ids.p[i]);
     if (e->kind >= CHOICES && t->ending == COMPLETE) write_choices(t);
     else writer_end(t->writer);
-    report_answer(e, t, in_thinking, start);
+    report_answer(e, t);
     take_back(message, t->writer, &e->tokenizer);
     return t->ending != INTERRUPTED || message->ids.n > 0;
 }
@@ -3617,16 +3635,16 @@ static bool respond(Engine *e) {
 static bool answer_last(Engine *e, bool again) {
     Conversation *talk = &e->conversation;
     const Conversation asked = {talk->p, talk->n - again, 0};  // up to the question, until respond
-    const size_t context = e->model.state.context, system = e->options.system != NULL;
+    const size_t context = e->model.context, system = e->options.system != NULL;
     const size_t room = min_size(e->options.n, min_size(context / 8, 1024));  // n < 0: SIZE_MAX
     const size_t size = asked.p[asked.n - 1].text.n;  // of the question
     size_t first = system;
-    if (!check_length(e, size, NULL)) return false;
+    if (!check_prompt(e, too_large(e, size))) return false;
     for (;; first += (asked.n - first + 1) / 4 * 2) {  // half of the turns, of two messages each
         render(&e->tokenizer, &asked, first, e->switched_on, &e->prompt);
         if (e->prompt.n + room <= context || first == asked.n - 1 || interrupted) break;
     }
-    if (interrupted || !check_length(e, size, &e->prompt)) return false;
+    if (interrupted || !check_prompt(e, wrong_length(e, size == 0, &e->prompt))) return false;
     if (first > system)
         notice("context: full (%zu tokens), forgotten turns: %zu of %zu%s", context,
                (first - system) / 2, (asked.n - system + 1) / 2,
@@ -3877,7 +3895,7 @@ static bool run_message(Engine *e) {
     else if (command == CLEAR) conversation_drop(talk, e->options.system != NULL, talk->n);
     else if (command >= LEAVE) return false;
     else if (talk->n < 2) notice("/retry: there is no answer yet");
-    else if (e->places->sampler.temperature == 0)
+    else if (e->sampling.temperature == 0)
         notice("/retry: -t 0 would draw the same answer again");
     else answer_last(e, true);
     return true;
@@ -3890,7 +3908,7 @@ static void run_dialogue(Engine *e) {
     e->dialogue = true;
     give_notices(e);
     notice("%s: context %d, thinking %s, /help shows the commands", e->options.model,
-           e->model.state.context, thinks);
+           e->model.context, thinks);
     for (double leaves = 0;; interrupted = 0) {  // before this time, Ctrl-C leaves
         if (!read_message(e)) {
             fputc('\n', stderr);
@@ -3908,35 +3926,40 @@ static void run_dialogue(Engine *e) {
 // Starting a run: the model and its tokenizer are loaded, the context and the number of texts are
 // chosen, places prepared. Without options the model's own mode, sampling and chat format count.
 
-// Prepares the places for texts. Untouched memory is not taken. Answers go to stdout, or in a list
-// into `out`. The checkpoint says how tokens are drawn. If thinking is switched off, Qwen's advice
+// Sets how tokens are drawn: as the checkpoint says. If thinking is switched off, Qwen's advice
 // replaces that (unless it is greedy). Options replace both.
-static void prepare_places(Engine *e) {
+static void choose_sampling(Engine *e) {
     const Options *o = &e->options;
-    const Tokenizer *tok = &e->tokenizer;
-    const bool chat = e->mode == CHAT;
-    Sampler s = tok->tables->advice;
-    if (chat && e->can_switch && !e->switched_on && s.temperature != 0)
-        s.temperature = 0.7f, s.top_p = 0.8f, s.top_k = 20;
-    if (o->temperature >= 0) s.temperature = o->temperature;
-    if (o->top_p >= 0) s.top_p = o->top_p;
-    if (o->top_k >= 0) s.top_k = o->top_k;
-    if (o->repetition >= 0) s.repetition = o->repetition;
-    s.presence = o->presence;
+    Sampler *s = &e->sampling;
+    *s = e->tokenizer.tables->advice;
+    if (e->mode == CHAT && e->can_switch && !e->switched_on && s->temperature != 0)
+        s->temperature = 0.7f, s->top_p = 0.8f, s->top_k = 20;
+    if (o->temperature >= 0) s->temperature = o->temperature;
+    if (o->top_p >= 0) s->top_p = o->top_p;
+    if (o->top_k >= 0) s->top_k = o->top_k;
+    if (o->repetition >= 0) s->repetition = o->repetition;
+    s->presence = o->presence;
     e->rng = o->seed;
+}
+
+// Prepares the places for texts. Answers go to stdout, or in a list into `out`.
+static void prepare_places(Engine *e) {
+    const size_t vocab_size = e->tokenizer.vocab_size;
+    const bool list = is_list(&e->options);
+    choose_sampling(e);
 #ifndef PLAIN
-    if (e->pass) prepare_passes(e, e->model.state.context);  // not to tokenize
+    if (e->pass) prepare_passes(e, e->model.context);  // not to tokenize
 #endif
     for (int i = 0; i < e->most_texts; i++) {
         Text *t = e->order[i] = &e->places[i];
         t->slot = &e->slots[i];
-        t->sampler = s;
-        t->sampler.in_answer = alloc(tok->vocab_size, sizeof(bool), "the sampler");
-        t->sampler.seen = alloc(tok->vocab_size, sizeof(bool), "the sampler");
+        t->sampler = e->sampling;
+        t->sampler.in_answer = alloc(vocab_size, sizeof(bool), "the sampler");
+        t->sampler.seen = alloc(vocab_size, sizeof(bool), "the sampler");
         t->writer = alloc(1, sizeof(Writer), "the texts");
-        *t->writer = (Writer){.chat = chat, .terminal = !is_list(o) && is_terminal(STDOUT_FILENO),
-                              .to = is_list(o) ? &t->slot->own.out : NULL,
-                              .stop = bytes(o->stop ? o->stop : "")};
+        *t->writer = (Writer){.chat = e->mode == CHAT, .to = list ? &t->slot->own.out : NULL,
+                              .terminal = !list && is_terminal(STDOUT_FILENO),
+                              .stop = bytes(e->options.stop ? e->options.stop : "")};
     }
 }
 
@@ -3971,18 +3994,6 @@ static void prepare_answers(Engine *e) {
     if (error) die("-o: %s", error);
 }
 
-// Ends the program if MODEL is no file, or another one than was meant.
-static void check_model(const char *path) {
-    const char *slash = strchr(path, '/'), *end = strrchr(path, '.');
-    const bool on_hub = slash && !strchr(slash + 1, '/') && !strchr("./~", *path) &&
-                        !strstr(path, ".bin");  // ORGANIZATION/NAME
-    const unsigned mode = file_mode(path);
-    if (end > path && !strcmp(end, ".tokenizer"))
-        die("%s: belongs to a model, expected %.*s", path, (int)(end - path), path);
-    if (S_ISDIR(mode)) die_export(path, "a directory", INT_MAX, path);
-    if (on_hub && !mode) die_export(path, "not a file", INT_MAX, path);
-}
-
 // Returns the context: -c (0: the model's), or what a quarter of the memory holds, 4,096 or more.
 static int choose_context(const Engine *e) {
     const Config *c = &e->model.config;
@@ -4007,15 +4018,14 @@ static void load_model(Engine *e) {
         die("%s: missing, expected beside the model, where export.py writes it", file);
     tokenizer_load(&e->tokenizer, file, c->vocab_size);
     e->mode = o->mode < 0 ? e->tokenizer.tables->mode : (Mode)o->mode;
+    if (o->answers && !modes[e->mode].has_answers)
+        die_usage("-o: %s is made for -m %s, expected -m", o->model, modes[e->mode].name);
     e->kind = o->member ? OWN_CHOICES : o->answers ? CHOICES : (int)e->mode;
     e->most_texts = is_list(o) || o->answers ? min_int(MOST_TEXTS, o->batch) : 1;
     c->cache_bits = o->cache_bits;
     if (c->cache_bits == 8 && c->head_dim % 16)
         die("-C 8: expected heads of a multiple of 16, found %d (%s)", c->head_dim, o->model);
-    e->model.state.context = choose_context(e);
-    if (o->answers && !modes[e->mode].has_answers)
-        die_usage("-o: %s is made for -m %s, expected one that answers", o->model,
-                  modes[e->mode].name);
+    e->model.context = choose_context(e);
     if (e->mode == TOKENIZE) return;
     start_threads(o->threads > 0 ? o->threads : cpu_count());
     make_panels(&e->model, weights);
@@ -4067,10 +4077,10 @@ static void encode_text(const Engine *e, Bytes text, Ids *ids) {
 static void run_raw(Engine *e, Bytes text) {
     const Ids *ids = &e->prompt;
     Buffer lines = {0};
-    check_length(e, text.n, NULL);
+    check_prompt(e, too_large(e, text.n));
     encode_text(e, text, &e->prompt);
     if (interrupted) return;
-    check_length(e, text.n, ids);  // or exits
+    check_prompt(e, wrong_length(e, text.n == 0, ids));  // or exits
     give_notices(e);
     if (e->mode == GENERATE) {
         respond(e);
@@ -4082,7 +4092,7 @@ static void run_raw(Engine *e, Bytes text) {
         }
     } else {
         const Text *t = e->mode == TOKENIZE ? NULL : run_request(e);
-        if (!t || t->ending == COMPLETE) add_result(&lines, e, t, ids, NULL);
+        if (!t || t->ending == COMPLETE) add_result(&lines, e, t, NULL);
     }
     write_results(bytes_of(&lines));
     free(lines.p);
@@ -4399,9 +4409,9 @@ static void count_text(List *l, const Text *t) {
     double sum, mass = 1;
     l->prompt_tokens += slot->own.all.n;
     l->cached += slot->cached;
-    l->drawn += l->e->kind >= CHOICES ? slot->counted : t->ids.n - t->n_prompt;
+    l->drawn += slot->drawn;
     l->endings[t->ending]++;
-    l->in_thinking += t->writer->thinking;
+    l->in_thinking += slot->thinking;
     if (l->e->kind >= CHOICES && t->ending == COMPLETE) find_likeliest(slot, &sum, &mass);
     l->unlikely += mass < 0.1;
     l->closed[slot->closed_by]++;
@@ -4409,14 +4419,14 @@ static void count_text(List *l, const Text *t) {
 }
 
 // Ends line `number` with its text's result, its ids or an error. Writes what is done, in order.
-static void end_line(List *l, size_t number, const Text *t, const Ids *ids, const char *error) {
+static void end_line(List *l, size_t number, const Text *t, const char *error) {
     const bool is_new = number >= l->in_file;  // else FILE has its result
     if (error && is_new) report("%.600s: line %zu: %s", l->in.name, number + 1, error);
     l->failed += error && is_new;
     if (t && is_new) count_text(l, t);
-    else if (!error && is_new) l->prompt_tokens += ids->n;
+    else if (!error && is_new) l->prompt_tokens += l->e->prompt.n;
     if (t) writer_end(t->writer);
-    add_result(line_of(l, number), l->e, t, ids, error);
+    add_result(line_of(l, number), l->e, t, error);
     while (!interrupted && has_newline(bytes_of(line_of(l, l->written)))) write_line(l);
 }
 
@@ -4457,19 +4467,19 @@ static void check_plain(List *l, Json line) {
         warn_of_line(l, "is JSON, and taken as plain text; -L reads JSON");
 }
 
-// Makes the conversation of a line: its messages, or its text after that of -i. *line becomes its
+// Makes the conversation of a line: its messages, or its text after that of -i. *empty: it has no
 // text. The output's line gets the members that an object keeps. Returns what is wrong, or NULL.
-static const char *take_line(List *l, Bytes *line) {
+static const char *take_line(List *l, Bytes line, bool *empty) {
     const Options *o = &l->e->options;
     const bool chat = l->e->mode == CHAT;
     Conversation *talk = &l->e->conversation;
-    Json j = {.rest = *line, .n = line->n, .text = &l->e->input, .tok = &l->e->tokenizer};
+    Json j = {.rest = line, .n = line.n, .text = &l->e->input, .tok = &l->e->tokenizer};
     conversation_drop(talk, 0, talk->n);
     if (chat && o->system) conversation_add(talk, SYSTEM, bytes(o->system));
     const size_t before = talk->n;
     if (o->json_list) json_line(&j, chat ? talk : NULL, l->e->kind, line_of(l, l->read));
     else check_plain(l, j);
-    const bool opens = memchr("[{", *line->p, 2), cut = j.error && strstr(j.error, "found the end");
+    const bool opens = memchr("[{", *line.p, 2), cut = j.error && strstr(j.error, "found the end");
     if (j.error && l->read == 0 && (cut || !opens))  // the list may be another program's
         notice("%.600s: line 1 is no JSON? %s", l->in.name,
                opens ? "jq -c . makes lines, jq -c '.[]' of an array of texts"
@@ -4481,10 +4491,11 @@ static const char *take_line(List *l, Bytes *line) {
                l->read + 1, (int)j.ignored.n - 2, j.ignored.p + 2);
     free(j.ignored.p);
     if (j.error || messages) return j.error;
-    if (o->json_list) *line = bytes_of(j.text);
+    if (o->json_list) line = bytes_of(j.text);
+    *empty = line.n == 0;
     Buffer *text = &conversation_add(talk, USER, bytes(o->text ? o->text : ""))->text;
     if (o->text) buffer_add(text, bytes("\n\n"));
-    buffer_add(text, *line);
+    buffer_add(text, line);
     return NULL;
 }
 
@@ -4497,20 +4508,21 @@ static const char *encode_line(List *l, Bytes line) {
     const bool chat = e->mode == CHAT, own = e->kind == OWN_CHOICES;
     const Conversation *talk = &e->conversation;
     if (line.n > l->in.most) return too_long;
-    const char *error = take_line(l, &line);
+    bool empty = false;
+    const char *error = take_line(l, line, &empty);
     if (own) e->reserve = 0;  // not known yet
     if (!error && own) error = take_choices(object, e->options.member, &e->next);
     if (error) return error;
     size_t size = 0;
     for (size_t i = 0; i < talk->n; i++) size += talk->p[i].text.n;
     if (own && (size + 100.0) * e->next.n > l->in.most) return too_long;  // encoded with each
-    error = wrong_length(e, size, NULL);
+    error = too_large(e, size);
     if (error) return error;
     ids->n = 0;
     if (chat) render(&e->tokenizer, talk, 0, e->switched_on, ids);
     else encode_text(e, bytes_of(&talk->p[0].text), ids);
     if (own) error = encode_choices(e, bytes_of(&talk->p[0].text), chat ? NULL : ids);
-    if (!error && !interrupted) error = wrong_length(e, line.n, ids);
+    if (!error && !interrupted) error = wrong_length(e, empty, ids);
     if (!error) check_blanks(e);
     return error;
 }
@@ -4531,7 +4543,7 @@ static void add_line(List *l, Bytes line) {
     if (interrupted) return;
     l->read++;
     if (error || e->mode == TOKENIZE) {
-        end_line(l, number, NULL, &e->prompt, error);
+        end_line(l, number, NULL, error);
     } else {
         const Message *last = &e->conversation.p[e->conversation.n - 1];
         add_text(e, &e->prompt, o->seed + number, last->role == ASSISTANT)->slot->number = number;
@@ -4576,11 +4588,11 @@ static int report_list(const List *l) {
     const double rate = (l->prompt_tokens - l->cached + l->drawn) / seconds;
     const size_t lines = l->written > l->in_file ? l->written : l->in_file;  // that are there
     const size_t n = lines - l->in_file;
-    const int context = l->e->model.state.context;
+    const int context = l->e->model.context;
     const bool failed = l->failed || l->failed_in_file;
     const bool had_all = l->in_file && n == 0 && !interrupted;
     const int status = interrupted ? EXIT_INTERRUPT : failed ? EXIT_FAILURE : EXIT_SUCCESS;
-    const bool random = draws_ids(l->e) && l->e->places->sampler.temperature != 0;
+    const bool random = draws_ids(l->e) && l->e->sampling.temperature != 0;
     progress_end();
     if (had_all)
         notice("%s: has all %zu lines; another FILE, or none, makes a new run", o->out, lines);
@@ -4621,7 +4633,7 @@ static int run_list(List *l) {
         for (int i = 0; i < l->e->n_running;) {  // end_text puts the next one at i
             Text *t = l->e->order[i];
             if (t->ending == GOES_ON || !end_text(l->e, t)) i++;
-            else end_line(l, t->slot->number, t, NULL, t->ending == FAILED ? damaged : NULL);
+            else end_line(l, t->slot->number, t, t->ending == FAILED ? damaged : NULL);
         }
     }
     if (l->tail.n && !interrupted)
@@ -5638,7 +5650,7 @@ static void keep_needed(const Worker *me) {
         memmove(me->q + to * q_dim, me->q + t * q_dim, q_dim * sizeof(float));
         to++;
     }
-    me->p->kept = (int)to;
+    me->p->n_needed = (int)to;
 }
 
 // gate8 = Q8(silu(W1 h8) * (W3 h8)), some columns at a time. Item i is group i % n_groups of the
@@ -5736,7 +5748,7 @@ static void layer_all(Worker *me) {
     EACH (i, me->c->n_heads + 2 * me->c->n_kv_heads, 1) run_head(me, i);
     if (me->l == me->c->n_layers - 1) {
         EACH (once, 1, 1) keep_needed(me);
-        me->n = me->p->kept;
+        me->n = me->p->n_needed;
     }
     attend_all(me);
     EACH (t, me->n, 4)
@@ -5809,12 +5821,12 @@ static Q8 q8_init(int cols, int group) { return (Q8){activations(cols, 1), float
 static void state_init(Model *m) {
     const Config *c = &m->config;
     State *s = &m->state;
-    const int group = c->group_size, half = c->rotary_dim / 2, context = s->context;
+    const int group = c->group_size, half = c->rotary_dim / 2, context = m->context;
     const size_t size = (size_t)c->n_kv_layers * c->kv_dim * sizeof(float);
     const char *cache = no_cache(c, 2.0 * context * size);
     *s = (State){.x = floats(c->dim), .cos = floats(half), .sin = floats(half), .h = floats(c->dim),
                  .h8 = q8_init(c->dim, group), .q = floats(c->q_dim), .a = floats(c->q_dim),
-                 .a8 = q8_init(c->q_dim, group), .gate = floats(c->hidden_dim), .context = context,
+                 .a8 = q8_init(c->q_dim, group), .gate = floats(c->hidden_dim),
                  .up = floats(c->hidden_dim), .gate8 = q8_init(c->hidden_dim, group),
                  .router_out = floats(c->n_experts), .share = floats(c->n_experts),
                  .y = floats(c->dim), .out = floats(c->dim), .logits = floats(c->vocab_size),
@@ -5843,7 +5855,7 @@ static Pass *pass_init(const Model *m, int batch, int logit_rows, int texts) {
     const Config *c = &m->config;
     const int widest = max_int(max_int(c->dim, c->q_dim), c->hidden_dim);  // cols of any matrix
     const int n_experts = max_int(c->n_experts, 1), group = c->group_size;
-    const int n_blocks = pool_blocks(c, m->state.context, texts);
+    const int n_blocks = pool_blocks(c, m->context, texts);
     const size_t n = batch, chosen = n * max_int(c->n_experts_used, 1), half = c->rotary_dim / 2;
     const size_t cache = block_size(c) * sizeof(float);
     Pass *p = activations(1, sizeof(Pass));

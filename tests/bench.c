@@ -512,7 +512,7 @@ static void bench_texts(const char *name, int texts, int prompt, int answer, dou
 // whatever is in the cache.
 static void bench_lengths(const Plan *plan, double *alone) {
     static double of_512;  // the rate of a prompt of 512, in terms of the int8 peak beside it
-    const int context = m.state.context, packed = m.config.cache_bits == 8;
+    const int context = m.context, packed = m.config.cache_bits == 8;
     const char *with = packed ? " -C 8" : "";
     char name[64];
     Rate r = {.best = 1e9};
@@ -617,7 +617,7 @@ int main(int argc, char **argv) {
     const int batch = parse_options(2, (char *[]){"", "MODEL"}).batch;
     // 16,000 positions take gigabytes: a quarter of the memory must hold them.
     m.config.cache_bits = 32;
-    m.state.context = min_int((int)fmin(plan->longest, fmax(6144, memory_size() / 4 / position_size(g))) + 1, g->max_seq_len);
+    m.context = min_int((int)fmin(plan->longest, fmax(6144, memory_size() / 4 / position_size(g))) + 1, g->max_seq_len);
     for (int packed = 0; packed < 2; packed++) {
         m.config.cache_bits = packed ? 8 : 32;
         pass = passes[packed] = pass_init(&m, batch, MOST_TEXTS, 1);
@@ -633,5 +633,5 @@ int main(int argc, char **argv) {
     bench(plan, n_threads);
     if (cores > 1) bench(plan, 1);
     printf("\nmemory beside the mapped file: %.0f MB, of which caches of %d positions, with 32 and with 8 bits: %.0f MB\n",
-           peak / 1e6, m.state.context, 1.3125 * (token_bytes(m.state.context) - weight_bytes()) / 1e6);
+           peak / 1e6, m.context, 1.3125 * (token_bytes(m.context) - weight_bytes()) / 1e6);
 }

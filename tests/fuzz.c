@@ -336,12 +336,12 @@ static void fuzz_model(Bytes in) {
     CHECK((int64_t)files[0].n == size && size_of(file.h) == size);
     int n = 5 + flags / 8 % 16, ids[21];
     if (g->max_seq_len > 4096) {
-        e.model.state.context = g->max_seq_len;
+        e.model.context = g->max_seq_len;
         pass_init(&e.model, 1, 1, 1);  // enough memory for one of them
         return;
     }
     n = min_int(n, g->max_seq_len);
-    e.model.state.context = n;
+    e.model.context = n;
     e.pass = pass_init(&e.model, n, 2, 1);
     for (int i = 0; i < n; i++) ids[i] = (i * 7 + flags) % g->vocab_size;
     // all at once, and one by one: the same logits
@@ -587,6 +587,7 @@ static void fuzz_chat(Bytes in) {
 static void obey_options(Engine *e) {
     const Options *o = &e->options;
     split_answers(e);
+    if (o->answers && !modes[e->mode].has_answers) die_usage("-o: -m %s has no answers", modes[e->mode].name);
     e->kind = o->member ? OWN_CHOICES : o->answers ? CHOICES : (int)e->mode;
     e->most_texts = is_list(o) || o->answers ? min_int(MOST_TEXTS, o->batch) : 1;
 }
@@ -615,14 +616,14 @@ static void fuzz_session(Bytes in) {
     Options *o = &engine.options;
     toy.config.cache_bits = e->model.config.cache_bits = o->cache_bits;
     CHECK(o->model && o->mode >= -1 && o->mode < N_MODES && o->batch >= 1 && o->batch <= 512);
-    int most = e->model.state.context;
+    int most = e->model.context;
     e->pass->batch = min_int(o->batch, e->pass->batch);
-    e->model.state.context = o->context > 0 && o->context < most ? o->context : most;
+    e->model.context = o->context > 0 && o->context < most ? o->context : most;
     if (o->n < 0 || o->n > 2) o->n = 2;
     e->pass->logit_rows = min_int(e->pass->batch, e->pass->logit_rows);
     e->mode = o->mode < 0 ? CHAT : o->mode;
     obey_options(e);
-    if (e->mode == PERPLEXITY && e->model.state.context < 2) return;  // load_model() refuses it
+    if (e->mode == PERPLEXITY && e->model.context < 2) return;  // load_model() refuses it
     bool chat = e->mode == CHAT;
     prepare_answers(&engine);
     prepare_places(&engine);
@@ -698,7 +699,7 @@ static Buffer line_alone(int argc, char **argv, Bytes prefix, Bytes text) {
         if (engine.mode == CHAT) conversation_add(&engine.conversation, USER, bytes_of(&whole));
         if (engine.mode == CHAT) render(&tiny, &engine.conversation, 0, engine.switched_on, &engine.prompt);
         else encode_text(&engine, bytes_of(&whole), &engine.prompt);
-        add_result(&line, &engine, run_request(&engine), NULL, NULL);
+        add_result(&line, &engine, run_request(&engine), NULL);
         return line;
     }
     if (engine.mode == CHAT && engine.options.system) conversation_add(&engine.conversation, SYSTEM, bytes(engine.options.system));
@@ -779,9 +780,9 @@ static void fuzz_list(Bytes in) {
     read_at_once = more & 32 || ahead ? 0 : 1 + cache % 7;
     file_add("list", data.p, data.n);
     typed = data.p, n_typed = data.n;
-    const int blocks = toy_pass.n_blocks, batch = toy_pass.batch, context = toy.state.context;
-    toy.state.context = contexts[edges >> 6];
-    const int one = (toy.state.context + toy_pass.block_len - 1) / toy_pass.block_len;
+    const int blocks = toy_pass.n_blocks, batch = toy_pass.batch, context = toy.context;
+    toy.context = contexts[edges >> 6];
+    const int one = (toy.context + toy_pass.block_len - 1) / toy_pass.block_len;
     toy_pass.n_blocks = min_int(one + cache / 8 % 8, blocks);  // some must give theirs back
     toy_pass.batch = atoi(batches[cache >> 6]);
     strcpy(seed, "7");
@@ -815,7 +816,7 @@ static void fuzz_list(Bytes in) {
         CHECK(bytes_equal(bytes_of(&alone), answer));
     }
     toy_pass.n_blocks = blocks;
-    toy.state.context = context;
+    toy.context = context;
 }
 
 // ---- Target sample: any logits and any options
@@ -926,6 +927,10 @@ static void fuzz_writer(Bytes in) {
     else setenv("NO_COLOR", "1", true);
     Buffer all = {0}, answer = {0};             // drawn; and of a chat without a terminal, the answer
     Tokenizer t = tiny;
+    Engine e = {.mode = w.chat ? CHAT : GENERATE};
+    Slot slot = {.engine = &e};
+    Text drawn = {.max_ids = SIZE_MAX, .context = SIZE_MAX, .watched = SIZE_MAX / 2, .writer = &w, .slot = &slot,
+                  .sampler = {.in_answer = (bool[3]){0}, .seen = (bool[3]){0}}};
     Bytes tokens[3];                            // a text, <think>, </think>
     uint8_t kind[3] = {0, flags & 8 ? SPECIAL : 0, flags & 8 ? SPECIAL : 0};
     bool going = true, began = true;
@@ -935,13 +940,15 @@ static void fuzz_writer(Bytes in) {
     t.kind = kind;
     t.think = 1;
     t.end_think = 2;
+    t.stop.n = 0;
     while (in.n && going) {
         size_t n = take_byte(&in) % 8;
         bool thought = w.thinking;
         int id = w.chat && n > 5 ? (int)n - 5 : 0;
         tokens[id] = take_up_to(&in, n);
         if (!kind[id]) buffer_add(&all, tokens[id]);
-        going = writer_token(&w, &t, id);
+        going = add_id(&t, &drawn, id) == GOES_ON;
+        CHECK(w.thinking == slot.thinking);
         CHECK(w.thinking == (id == 1 || (id == 0 && w.thinking)) || !going);
         if (w.chat) {
             for (size_t i = 0; !thought && id != 1 && !kind[id] && i < tokens[id].n; i++) {
@@ -1042,7 +1049,7 @@ static void set_up(void) {
     for (size_t i = 64; i < size / 4; i++) ((float *)file)[i] = (float)random_next(&rng) * 0.1f;
     file_add("toy", file, size);
     model_map(&toy, "toy");
-    toy.state.context = 64;
+    toy.context = 64;
     toy_pass = *pass_init(&toy, 16, 16, 8);
     kept = n_blocks;
     n_files = 0;                                // what they map stays

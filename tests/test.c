@@ -178,7 +178,7 @@ static Model random_model(int group, int head_dim, Kind kind) {
             l->router = router;
         }
     }
-    m.state.context = g->max_seq_len;
+    m.context = g->max_seq_len;
     state_init(&m);
     return m;
 }
@@ -998,7 +998,7 @@ static Answers answer_twice(Engine *e, const Sampler *sampler, const Ids *prompt
         Text *a = add_text(e, &ids, all.rng, false);
         all.passes[turn] = -1;  // but the prompt's
         const int before = allocations;
-        while (a->ending == GOES_ON && run_pass(e)) all.passes[turn] += e->needed > 0;
+        while (a->ending == GOES_ON && run_pass(e)) all.passes[turn] += e->pass->n_needed > 0;
         CHECK(allocations == before, "%d while decoding", allocations - before);
         all.reused[turn] = a->slot->cached;
         all.ending[turn] = a->ending;
@@ -1007,7 +1007,7 @@ static Answers answer_twice(Engine *e, const Sampler *sampler, const Ids *prompt
         for (size_t i = 0; i < a->n_run; i++) ids_add(&all.cached[turn], a->ids.p[i]);
         for (size_t i = a->n_prompt; i < a->ids.n; i++) ids_add(&all.ids[turn], a->ids.p[i]);
         for (size_t i = a->n_prompt; i < a->ids.n; i++) ids_add(&ids, a->ids.p[i]);
-        if (ids.n + prompt->n > (size_t)e->model.state.context) break;
+        if (ids.n + prompt->n > (size_t)e->model.context) break;
     }
     free(ids.p);
     return all;
@@ -1045,7 +1045,7 @@ static void test_drafts(void) {
         Answers a[2];
         for (int k = 0; k < 2; k++) {
             e[k].options.n = n;
-            e[k].model.state.context = context;
+            e[k].model.context = context;
             e[k].tokenizer.stop = (Ids){&stop, trial % 3 == 0, 1};
             a[k] = answer_twice(&e[k], &sampler, &prompt);
             passes[k] += a[k].passes[0] + a[k].passes[1];
@@ -1065,7 +1065,7 @@ static void test_drafts(void) {
     else CHECK(passes[1] == passes[0]);
     e[1].credit = 0;  // drafts that are always wrong: one in DRAFT_COST passes for each token
     e[1].options.n = -1;
-    e[1].model.state.context = 100;
+    e[1].model.context = 100;
     int zeros[50] = {0}, drafts = 0;
     Text *a = add_text(&e[1], &(Ids){zeros, 50, 50}, 0, false);
     start_texts(&e[1]);
@@ -1106,7 +1106,7 @@ static void test_draft_that_overflows(void) {
         start_engine(&e, &sampler);
         Text *a = add_text(&e, &(Ids){context, N, N}, 0, false);
         a->writer = &writer;
-        CHECK(run_pass(&e) && e.needed == 1 && a->ids.n == N + 1);
+        CHECK(run_pass(&e) && e.pass->n_needed == 1 && a->ids.n == N + 1);
         a->ids.p[N] = 5;    // as if it had been drawn
         a->ids.p[5] = BAD;  // what 1 2 3 4 5 was followed by, as if it had run
         uint64_t hash = 0;
@@ -1388,8 +1388,8 @@ static void test_stopped_retry(void) {
     static Engine engine;
     Conversation *talk = &engine.conversation;
     quiet = engine.dialogue = true;
-    engine.model.state.context = 100;
-    engine.places->sampler.temperature = 1;
+    engine.model.context = 100;
+    engine.sampling.temperature = 1;
     conversation_add(talk, USER, bytes("question"));
     ids_add(&conversation_add(talk, ASSISTANT, bytes("answer"))->ids, 7);
     buffer_add(&engine.input, bytes("/retry"));
