@@ -1223,7 +1223,7 @@ static const char *stdout_name = "stdout";            // for messages
 static int file_open(const char *path, bool append);  // to read (-: stdin) or append; -1: an error
 static bool file_lock(int fd);                        // false: another descriptor holds a lock
 static double file_size(int fd);                      // of a regular file, else 0
-static bool same_file(int a, int b);                  // two descriptors of one file with data
+static bool same_file(int a, int b);                  // two descriptors of one regular file
 static double memory_size(void);                      // that this process may use, in bytes
 static void use_huge_pages(void *p, size_t size);     // of HUGE_PAGE bytes, where there are such
 static ssize_t read_more(int fd, Buffer *b);          // as read(), but waits if fd is nonblocking
@@ -2460,7 +2460,7 @@ typedef struct Engine {  // the program's state
     uint64_t rng;      // of the conversation's next answer
     bool dialogue;     // a conversation at a terminal: it goes on after a wrong message
     Buffer not_utf8;   // the notice of the first text that is not UTF-8
-    bool gave_notices, gave_blank_choice, gave_blank_prompt, gave_not_utf8;  // each is given once
+    bool gave_notices, gave_blank_choice, gave_blank_prompt, gave_not_utf8, gave_escape;  // each is given once
 } Engine;
 
 // With -DPLAIN the next five functions differ. go_back makes n_run n or less, with -DPLAIN 0: the
@@ -3356,21 +3356,44 @@ static void show_settings(const Engine *e) {
         report("system prompt of the chat template: %.*s", (int)min_size(text.n, 4000), text.p);
 }
 
-// Says once if a TEXT, and if a prompt before TEXTs has a blank where answers mostly have none.
+// Returns whether a raw prompt ends in a blank (newlines count before given answers alone).
+static bool ends_in_blank(const Engine *e, const Ids *prompt) {
+    const Tokenizer *tok = &e->tokenizer;
+    const Bytes last = prompt->n ? tok->text[prompt->p[prompt->n - 1]] : (Bytes){0};
+    return e->mode == GENERATE && strip_end(tok, last).n < last.n &&
+           (e->kind == CHOICES || last.p[last.n - 1] != '\n');
+}
+
+// Says once if a TEXT, and if a prompt has a blank where answers mostly have none.
 static void check_blanks(Engine *e) {
     const Tokenizer *tok = &e->tokenizer;
     const Choices *all = &e->next;
     const bool raw = e->mode == GENERATE;
-    const Bytes last = e->prompt.n ? tok->text[e->prompt.p[e->prompt.n - 1]] : (Bytes){0};
     for (int i = 0; i < all->n; i++) {
         const Bytes text = bytes_of(&all->p[i].text);
         if (strip_end(tok, text).n < text.n || (!raw && char_at(tok, text, 0).class == SPACE))
             warn_once(e->gave_blank_choice, "-o: \"%.*s\" has a blank at an end, which counts",
                         (int)text.n, text.p);
     }
-    if (raw && e->kind == CHOICES && strip_end(tok, last).n < last.n)
-        warn_once(e->gave_blank_prompt, "prompt: ends in a blank, expected it in -o instead, at "
-                    "each TEXT's start");
+    if (ends_in_blank(e, &e->prompt) && (e->kind == CHOICES || !is_list(&e->options)))
+        warn_once(e->gave_blank_prompt, "prompt: ends in a blank, expected %s", e->kind == CHOICES
+                  ? "it in -o instead, at each TEXT's start" : "none: most tokens begin with one");
+}
+
+// Says which options have no effect here, and which texts were hardly meant as they are.
+static void check_options(Engine *e, unsigned counts) {
+    const Options *o = &e->options;
+    for (const Option *option = options; option < options + N_OPTIONS; option++) {
+        const char letter = option->letter, *const place = (const char *)o + option->place;
+        const char *text = strchr("ixyo", letter) ? *(const char *const *)place : NULL;
+        if (o->given[(uint8_t)letter] && option->counts > counts)
+            notice("-%c: no effect with -m %s", letter, modes[e->mode].name);
+        if (text && strchr("iy", letter) && S_ISREG(file_mode(text + (*text == '@'))))
+            warn("-%c: the name of a file, taken as text; %s reads it", letter,
+                 letter == 'i' ? "-f" : "-y \"$(cat FILE)\"");
+        if (text && strstr(text, "\\n") && !strchr(text, '\n'))
+            warn_once(e->gave_escape, "-%c: \\n is no newline here, $'...' makes newlines", letter);
+    }
 }
 
 // Writes what stderr says before the model runs: the prompt's ids, and the first time the notices.
@@ -3402,11 +3425,7 @@ static void give_notices(Engine *e) {
         warn("-m embed: poor vectors, this is no embedding model; expected one");
     if (chat && o->think >= 0 && !(e->can_switch || (o->think > 1 && e->may_think)))
         notice("-r: no effect, this model's thinking can't be switched");
-    if (o->text && S_ISREG(file_mode(o->text)))
-        warn("-i: the name of a file, taken as text; -f reads it");
-    for (const Option *option = options; option < options + N_OPTIONS; option++)
-        if (o->given[(uint8_t)option->letter] && option->counts > counts)
-            notice("-%c: no effect with -m %s", option->letter, modes[mode].name);
+    check_options(e, counts);
     if (mode == PERPLEXITY && e->prompt.n > (size_t)e->model.context)
         notice("text: %zu tokens are scored in pieces of %d (-c)", e->prompt.n, e->model.context);
     if (chat && (e->switched_on || e->thinks) && e->sampling.temperature == 0)
@@ -3420,14 +3439,18 @@ static void give_notices(Engine *e) {
 // ------------------------------------------------------------------------------------------------
 // Results: an answer, ids, a score, a vector or given answers, as a line or as members of an object
 
+// JSON's escapes, each of a backslash and a letter, and what they mean. The last need not be one.
+static const char escapes[] = "\"\\bfnrt/", escaped[] = "\"\\\b\f\n\r\t/";
+
 // Appends a text as a JSON string. What is not UTF-8 is \ufffd: once, or for each byte.
 static void buffer_add_json(Buffer *b, Bytes text, bool each_byte) {
     buffer_add(b, bytes("\""));
     for (size_t at = 0; at < text.n;) {
         const Char c = each_byte ? code_point_at(text, at) : decode_at(text, at);
+        const char *at_escape = c.c && c.c < 128 && c.c != '/' ? strchr(escaped, c.c) : NULL;
         if (c.c >= BAD_BYTE) buffer_print(b, "\\ufffd");
+        else if (at_escape) buffer_print(b, "\\%c", escapes[at_escape - escaped]);
         else if (is_control(c.c)) buffer_print(b, "\\u%04x", c.c);
-        else if (c.c == '"' || c.c == '\\') buffer_print(b, "\\%c", c.c);
         else buffer_add(b, (Bytes){text.p + at, c.n});
         at += c.n;
     }
@@ -4145,10 +4168,9 @@ static bool json_take_token(Json *j, const char *word) {  // after white space; 
 
 // Takes a character or an escape, and returns what it means: a character, or half of one.
 static int json_char(Json *j) {
-    static const char names[] = "\"\\/bfnrt", meant[] = "\"\\/\b\f\n\r\t";
     const bool escape = json_take(j, "\\");
     const Char next = j->rest.n ? code_point_at(j->rest, 0) : (Char){0};
-    const char *name = escape && json_byte(j) ? strchr(names, json_byte(j)) : NULL;
+    const char *name = escape && json_byte(j) ? strchr(escapes, json_byte(j)) : NULL;
     char hex[5] = "";
     if (escape && json_take(j, "u")) {
         for (int i = 0; i < 4 && isxdigit(json_byte(j)); j->rest = bytes_from(j->rest, 1))
@@ -4159,7 +4181,7 @@ static int json_char(Json *j) {
     json_need(j, next.c < BAD_BYTE, "UTF-8 (iconv -f LATIN1 -t UTF-8 if it is Latin-1)");
     json_need(j, name || (next.c >= ' ' && !escape), "a character, or an escape as in \\n");
     j->rest = bytes_from(j->rest, j->error ? 0 : next.n);
-    return name ? meant[name - names] : (int)next.c;
+    return name ? escaped[name - escapes] : (int)next.c;
 }
 
 static bool json_take_string(Json *j) {
@@ -4248,10 +4270,11 @@ static const char *const unread[] = {
 
 // Adds a message to `talk` and returns its role.
 static int json_message(Json *j, Conversation *talk) {
-    static const char *const roles[] = {"system", "user", "assistant"};  // as in their enum
+    static const char *const roles[] = {"system", "user", "assistant", "developer"};
     Json name = json_member(*j, "role"), content = json_member(*j, "content");
-    int role = json_take_string(&name) ? ASSISTANT : -1;  // -1: an unknown one, which is an error
+    int role = json_take_string(&name) ? 3 : -1;  // -1: an unknown one, which is an error
     while (role >= 0 && !bytes_are(bytes_of(j->text), roles[role])) role--;
+    if (role == 3) role = SYSTEM;  // OpenAI's newer name for it
     json_check(j, *j->rest.p == '{', "messages", "{\"role\": ..., \"content\": ...} " EACH_A_LINE);
     json_check(j, role >= 0, "role", name.rest.n ? "system, user or assistant" : "one " EACH_A_LINE);
     for (int i = 0; i < 4 && !j->ignored.n; i++) {
@@ -4377,6 +4400,7 @@ typedef struct {
     size_t unlikely;        // given answers of less mass than 0.1
     size_t closed[NOT_CLOSED + 1]; // thinkings by what ended them: see endings
     size_t pieces;          // texts that are scored in pieces
+    size_t blank;           // prompts that end in a blank
     size_t odd;             // lines with what has no effect, or plain ones that look like CSV
     size_t columns[3];      // tabs, commas, semicolons, if lines 1 to 3 have as many, else 0
     double size;            // bytes of the file, if known
@@ -4394,7 +4418,12 @@ static void write_line(List *l) {
     Buffer *buffer = line_of(l, l->written);
     const Bytes line = bytes_of(buffer);
     const size_t known = min_size(l->tail.n, line.n);
-    if (!bytes_equal((Bytes){l->tail.p, known}, (Bytes){line.p, known}))
+    size_t same = 0;  // bytes
+    while (same < known && l->tail.p[same] == line.p[same]) same++;
+    if (same < known && line.p[same - (same > 0)] == '\\' && l->tail.p[same] == 'u')
+        die("%s: line %zu is a version's before 7.0 (\\u000a, now \\n), expected this one's: that "
+            "version can go on, or take a new FILE", l->e->options.out, l->written + 1);
+    if (same < known)
         die("%s: another run's (line %zu), expected this one's or a new FILE: the list, a prompt, "
             "the model, an option or the build has changed", l->e->options.out, l->written + 1);
     buffer_cut(&l->tail, known);
@@ -4416,6 +4445,7 @@ static void count_text(List *l, const Text *t) {
     l->unlikely += mass < 0.1;
     l->closed[slot->closed_by]++;
     l->pieces += l->e->mode == PERPLEXITY && slot->own.all.n > t->context;
+    l->blank += l->e->kind == GENERATE && ends_in_blank(l->e, &slot->own.all);
 }
 
 // Ends line `number` with its text's result, its ids or an error. Writes what is done, in order.
@@ -4554,9 +4584,9 @@ static void add_line(List *l, Bytes line) {
 // But the oldest one is taken to need its age once more at least, because it may be the last.
 static void show_texts(const List *l) {
     const double lines = l->in.ended ? l->read : floor(l->size * l->read / fmax(l->in.taken, 1));
-    const double all = fmax(lines - l->in_file, 0), time = now(), seconds = time - progress.start;
+    const double all = fmax(lines - l->in_file - l->failed, 0), time = now(), seconds = time - progress.start;
     const double age = l->e->n_texts > 0 ? time - l->e->order[0]->slot->start : 0;
-    const double done = fmax((double)l->read - l->e->n_texts - l->in_file, 0);
+    const double done = fmax((double)l->read - l->e->n_texts - l->in_file - l->failed, 0);
     const char *about = l->in.ended ? "" : "about ";
     const double part = all > 0 ? fmin(done / all, seconds / (seconds + age + 1e-9)) : 0;
     const char *label = all > 0 ? say("%.0f of %s%.0f texts", done, about, all)
@@ -4604,6 +4634,7 @@ static int report_list(const List *l) {
     }
     if (l->in_thinking) warn("answers: ended inside their thinking: %zu", l->in_thinking);
     if (l->unlikely) warn(UNLIKELY, l->unlikely, l->endings[COMPLETE]);
+    if (l->blank) warn("prompts: end in a blank (most tokens begin with one): %zu", l->blank);
     if (l->failed > 1) notice("texts: ended in an error: %zu", l->failed);
     if (l->pieces) notice("texts: scored in pieces of %d tokens (-c): %zu", context, l->pieces);
     if (interrupted)
@@ -4636,6 +4667,8 @@ static int run_list(List *l) {
             else end_line(l, t->slot->number, t, t->ending == FAILED ? damaged : NULL);
         }
     }
+    if (l->read == 0 && !interrupted)
+        die("%s: no lines, expected some; has a command before a pipe failed?", l->in.name);
     if (l->tail.n && !interrupted)
         die("%s: has more lines than the list, expected at most %zu", l->e->options.out, l->read);
     return report_list(l);
@@ -5805,13 +5838,13 @@ static float *classify(Pass *p, int n) {
 
 static const char *version(void) { return "qwen3 " VERSION " (" SIMD ")\n"; }
 
-// Returns what alloc says of a cache of so many bytes that it can't get. It names contexts that
-// fit into half of that and into a quarter of the memory.
-static const char *no_cache(const Config *c, double size) {
+// Returns what alloc says of a cache of so many bytes that it can't get, of so many texts. It names
+// contexts that fit into half of that and into a quarter of the memory, and -b 1: for one text.
+static const char *no_cache(const Config *c, int texts, double size) {
     const double room = fmin(size / 2, memory_size() / 4), most = c->max_seq_len;
     Config packed = *c;
     packed.cache_bits = 8;
-    return say("the KV cache (-c %.0f fits, or with -C 8 -c %.0f)",
+    return say("the KV cache (%s-c %.0f fits, or with -C 8 -c %.0f)", texts > 1 ? "-b 1 " : "",
                floor(fmin(room / position_size(c), most)),
                floor(fmin(room / position_size(&packed), most)));
 }
@@ -5823,7 +5856,7 @@ static void state_init(Model *m) {
     State *s = &m->state;
     const int group = c->group_size, half = c->rotary_dim / 2, context = m->context;
     const size_t size = (size_t)c->n_kv_layers * c->kv_dim * sizeof(float);
-    const char *cache = no_cache(c, 2.0 * context * size);
+    const char *cache = no_cache(c, 1, 2.0 * context * size);
     *s = (State){.x = floats(c->dim), .cos = floats(half), .sin = floats(half), .h = floats(c->dim),
                  .h8 = q8_init(c->dim, group), .q = floats(c->q_dim), .a = floats(c->q_dim),
                  .a8 = q8_init(c->q_dim, group), .gate = floats(c->hidden_dim),
@@ -5871,7 +5904,7 @@ static Pass *pass_init(const Model *m, int batch, int logit_rows, int texts) {
                          .h8 = c->n_experts ? quantized_init(chosen, c->dim, group) : shared.h8};
     *p = (Pass){.m = m, .batch = batch, .logit_rows = logit_rows, .n_blocks = n_blocks,
                 .block_len = BLOCK, .draft_rows = TILE_TOKENS, .rows = activations(n, sizeof(Row)),
-                .cache = alloc(n_blocks, cache, no_cache(c, n_blocks * (double)cache)),
+                .cache = alloc(n_blocks, cache, no_cache(c, texts, n_blocks * (double)cache)),
                 .cos = floats(n * half), .sin = floats(n * half), .x = floats(n * c->dim),
                 .logits = floats((size_t)logit_rows * c->vocab_size),
                 .workers = activations(n_threads, sizeof(Worker))};
@@ -6144,7 +6177,7 @@ static double file_size(int fd) {
 
 static bool same_file(int a, int b) {  // Windows' fstat has no inode
     struct stat x, y;
-    return file_size(a) > 0 && fstat(a, &x) == 0 && fstat(b, &y) == 0 && x.st_ino != 0 &&
+    return fstat(a, &x) == 0 && fstat(b, &y) == 0 && S_ISREG(x.st_mode) && x.st_ino != 0 &&
            x.st_ino == y.st_ino && x.st_dev == y.st_dev;
 }
 

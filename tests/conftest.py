@@ -335,7 +335,8 @@ def json_string(data, errors="surrogate"):
     "surrogateescape" as `tokenize -v` writes a token: each byte."""
     def escape(match):
         c = match[0]
-        return "\\" + c if c in '"\\' else r"\ufffd" if c >= "\udc80" else f"\\u{ord(c):04x}"
+        short = "\"\\\b\f\n\r\t".find(c)
+        return "\\" + "\"\\bfnrt"[short] if short >= 0 else r"\ufffd" if c >= "\udc80" else f"\\u{ord(c):04x}"
     text = data.decode("utf-8", errors)
     return b'"%s"' % re.sub('["\\\\\0-\x1f\x7f-\x9f\udc80-\udcff]', escape, text).encode()
 

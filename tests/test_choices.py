@@ -301,7 +301,7 @@ BLANK, PROMPT_ENDS = "a blank at an end, which counts", "prompt: ends in a blank
 @pytest.mark.parametrize("args, text, said", [
     (["-o", "yes |no"], "x", BLANK), (["-o", "yes| no"], "x", BLANK), (["-o", "yes|no"], "x ", None),
     (["-m", "generate", "-o", " yes| no"], "x", None), (["-m", "generate", "-o", "yes\n|no"], "x", BLANK),
-    (["-m", "generate", "-o", "yes|no"], "x ", PROMPT_ENDS), (["-m", "generate", "-o", "@own"], "x ", None)])
+    (["-m", "generate", "-o", "yes|no"], "x ", PROMPT_ENDS), (["-m", "generate", "-n", "1"], "x\n", None), (["-m", "generate", "-o", "@own"], "x ", None)])
 def test_blanks_that_nobody_means(tiny, args, text, said):
     """One notice, of a list and of one text."""
     row = json.dumps({"text": text, "own": ["yes", "no"]}).encode() + b"\n"
@@ -311,13 +311,22 @@ def test_blanks_that_nobody_means(tiny, args, text, said):
         assert error.count("blank") == (said is not None)
 
 
+def test_prompts_that_end_in_a_blank(tiny):
+    """Without given answers, too; in a list their number, with -q, too."""
+    run = (tiny, "-m", "generate", "-n", 1, "-q")
+    assert qwen3(*run, "-i", "Hello ").stderr == b"qwen3: prompt: ends in a blank, expected none: most tokens begin with one\n"
+    said = qwen3(*run, "-l", "-", stdin=b"a \nb\nc\t\n").stderr
+    assert said == b"qwen3: prompts: end in a blank (most tokens begin with one): 2\n"
+    assert qwen3(*run[:-1], "-qq", "-i", "Hello ").stderr == qwen3(*run, "-i", "Hello").stderr == b""
+
+
 def test_mass(table_model):
     """What the model would not answer is said once."""
     model = table_model({None: {"a": 40, "b": 30}})
     said = "qwen3: choices: mass below 0.1 in {} of 2 texts: the model would answer something else\n"
     for answers, n in ("a|b", 0), ("b|c", 2):
         run = (model, "-m", "generate", "-o", answers)
-        assert (said.format(2) in qwen3(*run, "-l", "-", stdin=b"x\ny\n").stderr.decode()) == (n > 0)
+        assert qwen3(*run, "-l", "-", "-q", stdin=b"x\ny\n").stderr.decode() == said.format(2) * (n > 0)
         assert (b"mass below 0.1 in 1 of 1 texts" in qwen3(*run, "-i", "x").stderr) == (n > 0)
 
 

@@ -215,7 +215,7 @@ def test_byte_order_marks(small, tmp_path):
     assert output(*run, stdin=mark * 2 + b"hello") == marked
     assert output(*run, "-l", "-", stdin=mark + b"hello\n" + mark + b"hello\nhello") == line + marked + line
     assert output(*run, "-L", "-", stdin=mark + b'"hello"\n"hello"') == line * 2
-    assert qwen3(*run, "-l", "-", stdin=mark).stdout == output(*run, "-L", "-", stdin=mark) == b""
+    assert all(b"stdin: no lines" in qwen3(*run, kind, "-", stdin=mark).stderr for kind in ("-l", "-L"))
     chat = (small, "-m", "chat", "-t", 0, "-n", 3, "-q")
     assert output(*chat, stdin=mark + b"a b\n") == output(*chat, stdin=b"a b\n")
     for data in (b"\xff\xfeh\0\n\0", b"\xfe\xff\0h\0\n", b"\xff\xfe"):
@@ -379,6 +379,12 @@ def test_default_context(random_model):
         names = re.fullmatch(r"qwen3: memory: not enough for the KV cache \((-c \d+) fits, or with (-C 8 -c \d+)\), "
                              r"expected \d+ MB\n", error).groups()
         assert all(shell(f"{run} {name}").returncode == 0 for name in names[len(cache) > 5:]), names
+        error = shell(f"printf 'a\\nb\\n' | ({run.replace('-i hello', '-l -')} {cache})").stderr.decode()
+        names = re.search(r"\((-b 1 -c \d+) fits, or with (-C 8 -c \d+)\)", error)    # of a list, too
+        for name in names.groups()[len(cache) > 5:]:
+            done = shell(f"printf 'a\\nb\\n' | ({run.replace('-i hello', '-l - -b 1')} {name.replace('-b 1', '')})")
+            assert done.returncode == 0, (name, done)
+        names = re.search(r"\((?:-b 1 )?(-c \d+) fits, or with (-C 8 -c \d+)\)", error).groups()
         assert int(names[1][8:]) >= int(names[0][3:]) * (3 if cache == "-c 0" else 1) > 10_000
     odd = random_model(dim=32, hidden_dim=96, n_heads=16, n_kv_heads=4, head_dim=10, seed=5)
     assert_error(qwen3(odd, "-i", "x", "-C", 8), 1, f"-C 8: expected heads of a multiple of 16, found 10 ({odd})")
@@ -391,7 +397,10 @@ NOTICES = [  # mode, options, the notice or None
     *[(mode, (option, value), f"{option}: no effect with -m {mode}") for option, value in OF_ANSWERS.items() for mode in MODES[2:]],
     *[(mode, (option, "1"), f"{option}: no effect with -m {mode}") for option in ("-y", "-r") for mode in MODES[1:]],
     ("chat", ("-r", "1"), "-r: no effect, this model's thinking can't be switched"),
-    ("chat", ("-i", "a b"), "-i: the name of a file, taken as text; -f reads it"), ("chat", ("-j", "1"), None),
+    *[("chat", ("-i", name), "-i: the name of a file, taken as text; -f reads it") for name in ("a b", "@a b")],
+    *[("chat", ("-y", name), '-y: the name of a file, taken as text; -y "$(cat FILE)" reads it') for name in ("a b", "@a b")],
+    *[("chat", (option, r"a\n|b"), rf"{option}: \n is no newline here, $'...' makes newlines") for option in ("-i", "-x", "-y", "-o")],
+    *[("chat", (option, "a\\n\nc|b"), None) for option in ("-i", "-x", "-y", "-o")], ("chat", ("-j", "1"), None),
     ("embed", ("-j", "1000"), "-j: more threads than cores take longer; without -j each core has one"),
     *[("chat", options, None) for options in (("-y", "Be brief."), ("-i", "."), ("-f", "a b"))],
     *[(mode, (option, value), None) for option, value in OF_ANSWERS.items() for mode in MODES[:2]],
@@ -409,6 +418,8 @@ def test_options_that_are_noticed(small, tmp_path, monkeypatch, mode, options, n
     result = qwen3(*run)
     found = re.findall("qwen3: (-[a-z]: .*)\n", result.stderr.decode())
     assert result.returncode == 0 and found == [notice] * bool(notice), result
+    stays = any(word in (notice or "") for word in ("name of a file", "no newline"))
+    assert len(re.findall("qwen3: (-[a-z]: .*)\n", qwen3(*run, "-q").stderr.decode())) == stays
     assert mode in MODES[:2] or qwen3(*run, "-qq").stderr == b""
 
 

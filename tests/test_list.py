@@ -157,7 +157,7 @@ def ids_of(model, data, *args, kind="-l", **how):
 
 def test_newlines(small):
     """\\n or \\r\\n; the last line may have none; all else is the text's."""
-    for data, texts in ((b"", []), (b"\n", [b""]), (b"a", [b"a"]), (b"a\n", [b"a"]), (b"a\nb", [b"a", b"b"]),
+    for data, texts in ((b"\n", [b""]), (b"a", [b"a"]), (b"a\n", [b"a"]), (b"a\nb", [b"a", b"b"]),
                         (b"a\r\nb\r\n", [b"a", b"b"]), (b"a\r\r\n", [b"a\r"]), (b"a\rb\n\n\r\n", [b"a\rb", b"", b""]),
                         (b"a\nb\r", [b"a", b"b\r"]), (b" a \t\n", [b" a \t"]), (b"a\0b\n\0\n", [b"a\0b", b"\0"]), (b"a\n\x1a", [b"a"]), (b"\x1a\na\x1a", [b"\x1a", b"a\x1a"]),
                         (b"\xef\xbb\xbfa\n", [b"\xef\xbb\xbfa"])):
@@ -167,9 +167,12 @@ def test_newlines(small):
 
 @pytest.mark.parametrize("kind", ["-l", "-L"])
 def test_no_texts(small, tmp_path, kind):
-    """An empty list is none too few; no list is an error."""
+    """An empty list is an error, as no list is; so is one that its own output has emptied."""
     for mode in "chat", *MODES:
-        assert output(small, kind, "/dev/null", "-m", mode) == b""
+        assert_error(qwen3(small, kind, "-", "-m", mode, "-q"), 1, "stdin: no lines", "before a pipe failed?")
+    (tmp_path / "a").write_text('"a"\n')
+    done = shell(f"exec {QUOTED_QWEN3} {small} {kind} {tmp_path}/a > {tmp_path}/a")
+    assert_error(done, 1, f"{tmp_path}/a: is the list and stdout")
     for path in tmp_path / "none", tmp_path:
         assert_error(qwen3(small, kind, path, "-n", 1), 1, path)
 
@@ -374,7 +377,7 @@ def test_messages_are_rendered_as_the_template_does(tiny, think, how):
     lines, _ = run_json(tiny, talks, *how, "-r", think, "-n", 200, "-q")
     expected, _ = run_json(tiny, texts, *how, "-m", "generate", "-n", 200, "-q")
     if think:                                   # which is dropped
-        expected = [re.sub(rb'"<think>.*?(</think>(\\u000a)*|"$)', rb'"', line) for line in expected]
+        expected = [re.sub(rb'"<think>.*?(</think>(\\n)*|"$)', rb'"', line) for line in expected]
         expected = [line if line.endswith(b'"') and line != b'"' else b'""' for line in expected]
     assert lines == expected
 
@@ -384,7 +387,7 @@ def test_content_parts(tiny):
     same = [("What is your name?", [{"type": "text", "text": "What is your name?"}]),
             ("What is\n\nyour name?", [{"text": "What is", "type": "text"}, {"type": "text", "text": "", "x": [1]},
                                        {"type": "no", "type ": 1, "text": "your name?"} | {"type": "text"}]), ("", [])]
-    talks = [[{"role": "system", "content": [{"type": "text", "text": "Your name is Max."}]},
+    talks = [[{"role": "developer", "content": [{"type": "text", "text": "Your name is Max."}]},
               {"role": "user", "content": way}] for pair in same for way in pair]
     lines, _ = run_json(tiny, [*talks, {"id": 1, "messages": talks[1]}], *GREEDY, "-n", 9, "-q")
     assert lines[::2][:3] == lines[1::2][:3] and len(set(lines)) == 3 and b"Max" in lines[0]

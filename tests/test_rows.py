@@ -179,7 +179,7 @@ def test_a_new_file(tiny, tmp_path):
     result = qwen3(tiny, "-l", path, "-w", out, *GREEDY)            # all is there
     assert result.returncode == 0 and re.fullmatch(rb"qwen3: .*out: [^\n]*another FILE[^\n]*\n", result.stderr), result
     assert qwen3(tiny, "-l", path, "-w", out, *GREEDY, "-q").stderr == b""
-    assert qwen3(tiny, "-l", "/dev/null", "-w", tmp_path / "none", *GREEDY, "-q").returncode == 0
+    assert_error(qwen3(tiny, "-l", "/dev/null", "-w", tmp_path / "none", *GREEDY, "-q"), 1, "/dev/null: no lines")
     assert out.read_bytes().count(b"\n") == 2 and (tmp_path / "none").read_bytes() == b""
 
 
@@ -275,6 +275,20 @@ def test_the_last_lines_come_again(tiny, tmp_path, n):
         out.write_bytes(b"".join(other))
         result = qwen3(*run)
         assert result.returncode == (changed > 1) and out.read_bytes() == b"".join(other + whole[10:] * (changed == 1))
+
+
+@pytest.mark.parametrize("cut", [0, 1, 4])
+def test_a_file_of_an_older_version(chain, tmp_path, cut):
+    """It had \\u000a where \\n is now: said by name, and left as it is."""
+    path, out = write_list(tmp_path / "list", [b"a"] * 3), tmp_path / "out"
+    run = (chain("a", "b", "\u010a", "a"), "-m", "generate", *GREEDY, "-n", 5, "-l", path, "-w", out)
+    output(*run)
+    new = out.read_bytes()
+    old = new.replace(b"\\n", b"\\u000a")
+    assert old != new
+    out.write_bytes(old[:len(old) - cut])
+    assert_error(qwen3(*run, "-qq"), 1, f"{out}: line 1 is a version's before 7.0 (\\u000a, now \\n)", "a new FILE")
+    assert out.read_bytes() == old[:len(old) - cut]
 
 
 def test_more_lines_than_the_list(small, tmp_path):
