@@ -353,7 +353,7 @@ def list_names(names: list[str], most: int = 6) -> str:
 class Family(NamedTuple):
     """An architecture that qwen3.c runs. Another one needs a row of FAMILIES, of NUMBERS for each
     new number, of TENSORS for each new tensor, and a field of Header that tells qwen3.c of it."""
-    architectures: str  # names in config.json; "Model" is mostly an embedding model
+    architectures: str  # names in config.json, then model_types; "Model" mostly embeds
     gguf: str  # general.architecture in a GGUF file; "": it is that of another row
     fixed: dict[str, object]  # key of config.json -> its only supported value; it may be absent
     header: dict[str, int] = {}  # fields of Header -> the value that this architecture has
@@ -367,16 +367,17 @@ QWEN2 = {"hidden_act": "silu", "partial_rotary_factor": 1, "is_causal": True,
 QWEN2_ATTENTION = {"qkv_bias": 1, "no_qk_norm": 1}
 QWEN3 = QWEN2 | {"attention_bias": False}
 MOE = QWEN3 | {"mlp_only_layers": [], "decoder_sparse_step": 1, "qkv_bias": False,
-               "shared_expert_intermediate_size": 0, "use_qk_norm": True}
+               "shared_expert_intermediate_size": 0, "use_qk_norm": True,
+               "use_sliding_window": False}  # transformers has the window in all layers
 FAMILIES = [
-    Family("Qwen2ForCausalLM Qwen2Model", "qwen2", QWEN2, QWEN2_ATTENTION, None),
-    Family("Qwen2VLForConditionalGeneration Qwen2_5_VLForConditionalGeneration", "qwen2vl", QWEN2,
-           QWEN2_ATTENTION, None, left_out="visual."),
-    Family("MiMoForCausalLM", "", QWEN2, QWEN2_ATTENTION, None, left_out="mtp_layers."),
-    Family("Qwen3ForCausalLM Qwen3Model", "qwen3", QWEN3),
-    Family("Qwen3MoeForCausalLM", "qwen3moe", MOE, head_dim=None,
+    Family("Qwen2ForCausalLM Qwen2Model qwen2", "qwen2", QWEN2, QWEN2_ATTENTION, None),
+    Family("Qwen2VLForConditionalGeneration Qwen2_5_VLForConditionalGeneration qwen2_vl qwen2_5_vl",
+           "qwen2vl", QWEN2, QWEN2_ATTENTION, None, left_out="visual."),
+    Family("MiMoForCausalLM mimo", "", QWEN2, QWEN2_ATTENTION, None, left_out="mtp_layers."),
+    Family("Qwen3ForCausalLM Qwen3Model qwen3", "qwen3", QWEN3),
+    Family("Qwen3MoeForCausalLM qwen3_moe", "qwen3moe", MOE, head_dim=None,
            numbers=("moe_intermediate_size", "num_experts", "num_experts_per_tok")),
-    Family("Qwen3VLForConditionalGeneration", "qwen3vl", QWEN3, left_out="visual.")]
+    Family("Qwen3VLForConditionalGeneration qwen3_vl", "qwen3vl", QWEN3, left_out="visual.")]
 
 
 class Source(NamedTuple):
@@ -402,12 +403,13 @@ class Source(NamedTuple):
 
 def normalize_config(where: Path, config: dict) -> tuple[Family, dict]:
     """The family of a config.json, and its values, each under the one key that others read."""
-    # What stands beside text_config wins, unless it is empty.
+    # Of what stands beside text_config these keys alone count.
     if text_config := read_value(where, config, "text_config", dict):
-        config = text_config | {key: value for key, value in config.items()
-                                if value or key == "tie_word_embeddings"}
+        top = ("architectures", "model_type", "quantization_config", "quantization",
+               "tie_word_embeddings", "bos_token_id", "eos_token_id")
+        config = text_config | {key: config[key] for key in top if config.get(key) is not None}
     get = partial(read_value, where, config)
-    names = list_names(list(map(str, get("architectures", list))))
+    names = list_names([str(x) for x in get("architectures", list) or [config.get("model_type")]])
     if not (family := next((row for row in FAMILIES if names in row.architectures.split()), None)):
         refuse(where, "not Qwen3's architecture", "the model that it was made from; of a reranker "
                "qwen3 gives the scores by -o 'yes|no'" if "ForSequenceClassification" in names else
@@ -446,6 +448,7 @@ class Tensor(NamedTuple):
     dtype: str  # safetensors' name or ggml's; the float types have the same name in both
     shape: tuple[int, ...]
     data: bytes = b""  # of a tensor that is in no file
+    change: Callable | None = None  # makes the numbers of OUT.bin of those of a range
 
     @property
     def size(self) -> int:
@@ -477,7 +480,9 @@ class Tensor(NamedTuple):
         return raw
 
     def read_fp32(self) -> np.ndarray:
-        """(size,), writable."""
+        """(size,) if there is no change, writable."""
+        if self.change:
+            return self.change(self._replace(change=None).read_fp32())
         raw = self.read_bytes()
         if self.dtype == "BF16":  # the upper half of an fp32
             return (np.frombuffer(raw, "<u2").astype("<u4") << 16).view("<f4")
@@ -566,13 +571,14 @@ def is_embedding(folder: Path) -> bool:
     """True if modules.json (sentence-transformers) takes the last token's vector, as qwen3.c."""
     path = folder / "modules.json"
     with parsing(path):
-        modules = {module["type"].rpartition(".")[2]: module["path"]
-                   for module in read_json(path, kind=list)}
-    if "Pooling" not in modules:
+        modules = [(module["type"].rpartition(".")[2], module["path"])
+                   for module in read_json(path, kind=list)]
+    if "Pooling" not in dict(modules):
         return False
-    for module in modules:
-        require(path, "module", module, "Transformer", "Pooling", "Normalize")
-    require(path, "path of Pooling", modules["Pooling"], "1_Pooling")
+    if (names := [name for name, _ in modules]) != ["Transformer", "Pooling", "Normalize"]:
+        refuse(path, "its modules", "Transformer, Pooling, Normalize (qwen3's vectors have length "
+               "1: where only cosines count, add Normalize)", list_names(names))
+    require(path, "paths", [path for _, path in modules[:2]], ["", "1_Pooling"])
     pooling = read_json(path := folder / "1_Pooling/config.json")
     modes = pooling.get("pooling_mode") or [  # before sentence-transformers 6: a key for each mode
         key[13:] for key in pooling if key.startswith("pooling_mode_") and pooling[key] is True]
@@ -596,13 +602,30 @@ def open_checkpoint(folder: Path, family: Family) -> dict[str, Tensor]:
         if listed and (wrong := sorted(of_file.keys() ^ set(listed))):
             refuse(folder / INDEX, "its shards hold other tensors (download them again)",
                    "those that it lists", f"a difference in {list_names(wrong)}")
-        tensors |= of_file
-    renamed = {re.sub(r"^model\.(language_model\.)?", "", name): tensor
-               for name, tensor in tensors.items()}
-    if len(renamed) < len(tensors):
-        refuse(folder, "tensors", "each under one name", "some both with and without model.")
-    return {name: tensor for name, tensor in renamed.items()
-            if not (family.left_out and name.startswith(family.left_out))}
+        for name, tensor in of_file.items():
+            name = re.sub(r"^model\.(language_model\.)?", "", name)
+            if not (family.left_out and name.startswith(family.left_out)):
+                add_tensor(tensors, name, tensor)
+    return tensors
+
+
+def add_tensor(tensors: dict[str, Tensor], name: str, tensor: Tensor) -> None:
+    """Adds it by that name. One of all experts, (experts, out, in), it adds as their matrices:
+    transformers 5 joins their gate and up, too, and MLX calls them switch_mlp."""
+    more, shape = {name: tensor}, tensor.shape
+    match = re.fullmatch(r"(layers\.\d+\.mlp\.)(?:experts|switch_mlp)"
+                         r"\.(gate_up|gate|up|down)_proj(?:\.weight)?", name)
+    if match and len(shape) == 3 and shape[0] <= NUMBERS["num_experts"][1]:
+        kinds = match[2].split("_")
+        rows, width = shape[1] // len(kinds), shape[2]
+        more = {f"{match[1]}experts.{i}.{kind}_proj.weight":
+                tensor.part((i * len(kinds) + k) * rows * width, rows, width)
+                for i in range(shape[0]) for k, kind in enumerate(kinds)}
+    if again := tensors.keys() & more.keys():
+        refuse(tensor.path, "tensors", "each once", f"{list_names(sorted(again))} twice")
+    tensors |= more
+    if len(tensors) > MOST_TENSORS:
+        refuse(tensor.path, "too many tensors", f"at most {MOST_TENSORS}", "more")
 
 
 def list_weights(folder: Path, names: Collection[str]) -> dict[str, list[str]]:
@@ -852,7 +875,8 @@ def read_gguf_config(path: Path, metadata: dict, tensors: dict[str, Tensor]) -> 
 def read_gguf_tokenizer(path: Path, ggml: dict, ends: dict[str, list[int]]) -> dict:
     """The contents of tokenizer.json, from the metadata under tokenizer.ggml."""
     require(path, "tokenizer.ggml.model", ggml.get("model"), "gpt2")
-    require(path, "tokenizer.ggml.pre", ggml.get("pre"), "qwen2", "deepseek-r1-qwen")
+    require(path, "tokenizer.ggml.pre", ggml.get("pre"), "qwen2", "deepseek-r1-qwen", "default",
+            None)
     types = gguf.TokenType
     ids: dict[int, dict[str, int]] = {  # type -> text -> id
         types.NORMAL: {}, types.CONTROL: {}, types.USER_DEFINED: {}, types.UNUSED: {}}
@@ -863,6 +887,14 @@ def read_gguf_tokenizer(path: Path, ggml: dict, ends: dict[str, list[int]]) -> d
         ids[token_type][str(text)] = i
     if sum(map(len, ids.values())) < len(tokens):
         refuse(path, "tokens", "each with its own text", "a text twice")
+    # Old files and some of Ollama's leave pre open. Qwen's vocabulary alone has these marks after
+    # all that merges make, and no digit beside a letter.
+    plain, marks = ids[types.NORMAL], ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    if ggml.get("pre", "default") == "default" and (
+            [text for text, _ in tokens[len(plain):][:3]] != marks
+            or any(re.search("[0-9].|.[0-9]", text) for text in plain)):
+        refuse(path, "tokenizer.ggml.pre", "qwen2, or Qwen's vocabulary (a newer GGUF file, or the "
+               "checkpoint?)", repr(ggml.get("pre")))
     special = ids[types.CONTROL].keys() - GGUF_NOT_SPECIAL
     added = ids[types.CONTROL] | ids[types.USER_DEFINED]
     around = {name: {"ids": ids if ggml.get(f"add_{name}_token") else []}
@@ -927,29 +959,16 @@ def open_gguf(path: Path, tensors: dict[str, Tensor]) -> dict:
     if (need := sum(tensor.nbytes for tensor in found)) > size:
         refuse(path, "tensors that overlap", f"{need} bytes or more", size)
     for tensor in found:
-        more = rename_tensor(path, tensor)
-        if again := tensors.keys() & more.keys():
-            refuse(path, "tensors", "each once", f"{list_names(sorted(again))} twice")
-        tensors |= more
-        if len(tensors) > MOST_TENSORS:
-            refuse(path, "too many tensors", f"at most {MOST_TENSORS}", "more")
+        add_tensor(tensors, rename_tensor(tensor.name), tensor)
     return metadata
 
 
-def rename_tensor(path: Path, tensor: Tensor) -> dict[str, Tensor]:
-    """Renames blk.0.attn_q.weight to layers.0.self_attn.q_proj.weight, and cuts a tensor (experts,
-    out, in) into its experts' matrices. It keeps names that it does not know."""
-    match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", tensor.name)
+def rename_tensor(name: str) -> str:
+    """blk.0.attn_q.weight -> layers.0.self_attn.q_proj.weight. Names that it does not know stay."""
+    match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
     if not match or match[2] not in GGUF_NAMES:
-        return {tensor.name: tensor}
-    name = (f"layers.{match[1]}." if match[1] else "") + GGUF_NAMES[match[2]] + "." + match[3]
-    if "#" not in name:
-        return {name: tensor}
-    n_experts, *shape = tensor.shape
-    if n_experts > NUMBERS["num_experts"][1] or len(shape) != 2:
-        refuse(path, f"shape of {tensor.name}", "up to 4096 experts' matrices", [*tensor.shape])
-    return {name.replace("#", str(i)): tensor.part(i * math.prod(shape), *shape)
-            for i in range(n_experts)}
+        return name
+    return (f"layers.{match[1]}." if match[1] else "") + GGUF_NAMES[match[2]] + "." + match[3]
 
 
 def drop_copy(tensors: dict[str, Tensor], rows: Collection[int] = ()) -> dict[str, Tensor]:
@@ -1034,9 +1053,13 @@ NUMBERS = {
     "max_position_embeddings": (1, 1 << 30, "context_length", "max_seq_len"),
     "num_experts": (0, 4096, "expert_count", "n_experts"),
     "num_experts_per_tok": (0, 4096, "expert_used_count", "n_experts_used"),
+    "max_window_layers": (0, 2 ** 31 - 1, None, None),
     "rms_norm_eps": (2.0 ** -126, 1e12, "attention.layer_norm_rms_epsilon", "rms_norm_eps"),
     ORIGINAL: (1, 2 ** 31 - 1, None, None), "top_k": (0, 2 ** 31 - 1, None, None),
     "top_p": (1e-45, 1.0, None, None), "temperature": (0.0, 1e6, None, None)}
+ROPES = {"default": "", "mrope": "", "linear": f"factor {ORIGINAL}",  # mrope: of models that see
+         "yarn": f"factor truncate attention_factor beta_fast beta_slow mscale mscale_all_dim "
+                 f"{ORIGINAL}"}  # rope_type -> its keys
 OTHER_LIMITS = 1e-6, 1e12  # of theta, the penalty and YaRN's terms
 GROUP_SIZES, BOOLEANS = (32, 64, 128, 256), ("True", "False")  # BOOLEANS: repr()s, as 1 == True
 
@@ -1052,11 +1075,10 @@ def read_header(source: Source, bits: int | None, group_size: int | None,
     if source.embedding:  # its own code may see in both directions, or add tokens to a text
         require(where, "auto_map (the model's own code)", config.get("auto_map", "none"), "none")
     get = partial(read_number, where, config)
-    heads, width_key = get("num_attention_heads"), "intermediate_size"
+    heads = get("num_attention_heads")
     defaults = {"head_dim": family.head_dim or get("hidden_size") // heads,
-                "num_key_value_heads": heads, "rms_norm_eps": 1e-6}
-    if "num_experts" in family.numbers:  # intermediate_size is nobody's
-        width_key, defaults["intermediate_size"] = "moe_intermediate_size", 1
+                "num_key_value_heads": heads, "rms_norm_eps": 1e-6,
+                "intermediate_size": 1 if "num_experts" in family.numbers else None}  # nobody's
     of_others = {key for row in FAMILIES for key in row.numbers} - {*family.numbers}
     fields = {field: get(key, defaults.get(key)) for key, (*_, field) in NUMBERS.items()
               if field and key not in of_others}
@@ -1069,10 +1091,10 @@ def read_header(source: Source, bits: int | None, group_size: int | None,
     for name, usual in ("rope_theta", 1e6), ("rms_norm_eps", 1e-6):
         if np.float32(fields[name]) == np.float32(usual):
             fields[name] = 0
-    widths = {"hidden_size": fields["dim"], width_key: fields["hidden_dim"],
-              "num_attention_heads * head_dim": heads * fields["head_dim"]}
-    bits, group_size, levels = choose_quantization(source.dtypes, widths.values(), bits, group_size)
-    for key, width in widths.items():
+    width = heads * fields["head_dim"]
+    bits, group_size, levels = choose_quantization(
+        source.dtypes, (fields["dim"], fields["hidden_dim"], width), bits, group_size)
+    for key, width in ("hidden_size", fields["dim"]), ("num_attention_heads * head_dim", width):
         if width % group_size:
             refuse(where, key, f"a multiple of {group_size}, the quantization group", width)
     if "n_experts" in fields:
@@ -1108,9 +1130,9 @@ def read_rope(where: Path, config: dict, head_dim: int, yarn_factor: float | Non
     """max_seq_len, rope_theta, rope_factor, frequencies. --yarn does as Qwen's model cards say."""
     rope, rope_type = config["rope"], config["rope"]["rope_type"]
     max_seq_len = read_number(where, config, "max_position_embeddings")
-    require(where, "rope_type", rope_type, "default", "mrope", "yarn")  # mrope: of models that see
+    require(where, "rope_type", rope_type, *ROPES)
     if yarn_factor:
-        if rope_type == "yarn":
+        if ROPES[rope_type]:
             refuse(where, "its rope is scaled already: leave --yarn out", "no scaling", rope_type)
         # Qwen3's 40960 positions are the 32768 that it was trained on and 8192 for the answer.
         original = 32768 if max_seq_len == 40960 else max_seq_len
@@ -1120,21 +1142,23 @@ def read_rope(where: Path, config: dict, head_dim: int, yarn_factor: float | Non
     theta = read_number(where, rope, "rope_theta", 10000.0)
     # transformers ignores attn_factor, and each of mscale and mscale_all_dim without the other
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "attn_factor",
-             "mrope_section", "mrope_interleaved"}
-    if rope_type == "yarn":
-        known |= {"factor", ORIGINAL, "truncate", "attention_factor", "beta_fast", "beta_slow",
-                  "mscale", "mscale_all_dim"}
+             "mrope_section", "mrope_interleaved", *ROPES[rope_type].split()}
     if unknown := sorted(rope.keys() - known):
         refuse(where, f"rope scaling {rope_type}", f"no keys but {', '.join(sorted(known))}",
                list_names(unknown))
     require(where, "partial_rotary_factor", rope.get("partial_rotary_factor"), 1, None)
-    yarn = read_yarn(where, rope, theta, head_dim, max_seq_len) if rope_type == "yarn" else (0, ())
-    return max_seq_len, theta, *yarn
+    scaled = scale_rope(where, rope, theta, head_dim, max_seq_len) if ROPES[rope_type] else (0, ())
+    return max_seq_len, theta, *scaled
 
 
-def read_yarn(where: Path, rope: dict, theta: float, head_dim: int, max_seq_len: int) -> tuple:
-    """(factor on cos and sin, head_dim / 2 frequencies) of YaRN, arXiv 2309.00071. It uses fp32 as
-    transformers' _compute_yarn_parameters does, but fp64 for powers: all machines agree on them."""
+def scale_rope(where: Path, rope: dict, theta: float, head_dim: int, max_seq_len: int) -> tuple:
+    """(factor on cos and sin, head_dim / 2 frequencies) of YaRN (arXiv 2309.00071) or a linear one.
+    It uses fp32 as transformers does, but fp64 for powers: all machines agree on them."""
+    exponents = np.arange(0, head_dim, 2, dtype="<f4") / head_dim
+    powers = (theta ** exponents.astype(float)).astype("<f4")
+    if rope["rope_type"] == "linear":
+        factor = np.float32(read_number(where, rope, "factor"))
+        return 1, tuple((1 / powers / factor).tolist())
     rope = rope | {key: rope.get(key) or None for key in ("beta_fast", "beta_slow")}  # 0: absent
     get = partial(read_number, where, rope)
     original = get(ORIGINAL, max_seq_len)
@@ -1155,8 +1179,6 @@ def read_yarn(where: Path, rope: dict, theta: float, head_dim: int, max_seq_len:
     low, high = max(low, 0), min(high, head_dim - 1)
     ramp = np.arange(head_dim // 2, dtype="<f4") - low
     ramp = np.clip(ramp / (high - low if high != low else 0.001), 0, 1)
-    exponents = np.arange(0, head_dim, 2, dtype="<f4") / head_dim
-    powers = (theta ** exponents.astype(float)).astype("<f4")
     frequencies = 1 / (factor * powers) * (1 - (1 - ramp)) + 1 / powers * (1 - ramp)
     return get("attention_factor", attention_factor), tuple(frequencies.tolist())
 
@@ -1231,8 +1253,8 @@ SPECIAL, NORMALIZED, WORD = 1, 2, 4
 
 
 def read_added(where: Path, tokenizer: dict, settings: dict, nfc: bool) -> dict:
-    """Text -> (id, flags) of tokenizer.json's added tokens. One is special if a file says so or
-    gives it a role. The settings, tokenizer_config.json, may add no token of their own."""
+    """Text -> (id, flags) of tokenizer.json's added tokens and of those that the settings,
+    tokenizer_config.json, have besides. One is special if a file says so or gives it a role."""
     def read(token: dict, token_id: int) -> tuple[str, int, int]:
         """(text, id, flags) of an entry."""
         for flag in ("lstrip", "rstrip", "single_word"):
@@ -1247,13 +1269,17 @@ def read_added(where: Path, tokenizer: dict, settings: dict, nfc: bool) -> dict:
     with parsing(where):
         entries = [read(token, token["id"]) for token in tokenizer["added_tokens"]]
         decoder = settings.get("added_tokens_decoder") or {}
-        more = [read(token, int(i)) for i, token in decoder.items()]
-        more += [(text, None, SPECIAL) for text in read_roles(settings).values()]
-    require(where, "split_special_tokens", settings.get("split_special_tokens"), False, None)
+        more = sorted((read(token, int(i)) for i, token in decoder.items()), key=lambda x: x[1])
+        roles = [(text, None, SPECIAL) for text in read_roles(settings).values()]
+    for key in "split_special_tokens", "add_prefix_space":
+        require(where, f"{key} (of tokenizer_config.json)", settings.get(key), False, None)
     added = {text: (token_id, flags) for text, token_id, flags in entries}
-    for text, token_id, flags in more:
+    if added.keys() <= {text for text, *_ in more}:  # else transformers forgets those of entries
+        added |= {text: (i, flags) for text, i, flags in more if text not in added}
+    for text, token_id, flags in more + roles:
         if text not in added or token_id not in (None, added[text][0]):
-            refuse(where, "added_tokens", f"{text!r} of tokenizer_config.json, added_tokens.json",
+            refuse(where, "added_tokens", f"{text!r} of tokenizer_config.json, added_tokens.json "
+                   "(AutoTokenizer's save_pretrained() writes it)",
                    "it with another id" if text in added else "no such token")
         added[text] = added[text][0], added[text][1] | flags & SPECIAL
     return added
@@ -1837,8 +1863,9 @@ TENSORS = [row.split() for row in """
     layers.*.self_attn.k_proj.bias            attn_k         fp32  kv_dim          qkv_bias
     layers.*.self_attn.v_proj.bias            attn_v         fp32  kv_dim          qkv_bias
     """.strip().splitlines()]
-GGUF_NAMES = {gguf_name: re.sub(r"^layers\.\*\.|\.(weight|bias)$", "", name)
-              for name, gguf_name, *_ in TENSORS}  # attn_q -> self_attn.q_proj
+GGUF_NAMES = {  # attn_q -> self_attn.q_proj, ffn_up_exps -> mlp.experts.up_proj
+    gguf_name: re.sub(r"^layers\.\*\.|#\.|\.(weight|bias)$", "", name)
+    for name, gguf_name, *_ in TENSORS} | {"ffn_gate_up_exps": "mlp.experts.gate_up_proj"}
 
 
 class Output(NamedTuple):
@@ -1850,7 +1877,7 @@ class Output(NamedTuple):
     values: int  # offset of the first value in OUT.bin
     scales: int  # offset of the first scale
     end: int  # offset of what follows
-    tensors: list[Tensor]  # the source, for each name; none before match_tensors()
+    tensors: list[Tensor]  # the source, whose rows follow each other; none before match_tensors()
 
 
 def lay_out(h: Header) -> list[Output]:
@@ -1877,25 +1904,36 @@ def lay_out(h: Header) -> list[Output]:
     return outputs
 
 
+def pad_with_zeros(tensor: Tensor, shape: tuple[int, ...], panel: Tensor) -> list[Tensor]:
+    """The tensor with OUT.bin's shape. Zeros follow each row when it is read. Of the rows of zeros
+    that follow it, put_in_panels() makes those of its last panel; the panel of zeros makes more."""
+    if more := shape[-1] - tensor.shape[-1]:
+        tensor = tensor._replace(change=lambda x: np.pad(
+            x.reshape(-1, shape[-1] - more), ((0, 0), (0, more))).ravel())
+    return [tensor] + [panel] * ((shape[0] - tensor.shape[0]) // PANEL)
+
+
 def match_tensors(source: Source, h: Header, computed: dict) -> tuple[Header, list[Output]]:
     """Opens the tensors. Returns the header and the outputs with their tensors: none may be
-    missing, left over or of another shape. A classifier of its own counts, as in transformers 5,
-    whatever the config says."""
+    missing or of another shape, nor left over in a GGUF file. A classifier of its own counts, as
+    in transformers 5, whatever the config says. Of two tied tensors either one is enough."""
     where, found = source.path, source.open_tensors() | computed
     if h.shared_classifier and not source.embedding and "lm_head.weight" in found:
+        found.setdefault("embed_tokens.weight", found["lm_head.weight"])
         found = drop_copy(found)
         h = h._replace(shared_classifier="lm_head.weight" not in found)
         Notices.hints += [] if h.shared_classifier else [
             "lm_head.weight is written, too: it is not the embedding as tie_word_embeddings says"]
-    outputs = lay_out(h)
-    wanted = {name: output.shape for output in outputs for name in output.names}
+    wanted = {name: output.shape for output in lay_out(h) for name in output.names}
+    h = h._replace(hidden_dim=h.hidden_dim + -h.hidden_dim % h.group_size)  # pad_with_zeros()
     extra = [tensor.name for name, tensor in found.items()
              if name not in wanted and not (source.embedding and name == "lm_head.weight")
              and not name.endswith(".inv_freq")]  # rope's frequencies, from older programs
     missing = [name for name in wanted if name not in found]
-    if missing or extra:
+    if missing or extra and (where.is_file() or any(".mlp.experts." in name for name in extra)):
         refuse(where, "tensors", "the ones that config.json implies (with its tie_word_embeddings)",
                f"missing: {list_names(missing)}; left over: {list_names(extra)}")
+    Notices.hints += [f"left out, as transformers does: {list_names(extra)}"] if extra else []
     for name, shape in wanted.items():
         if found[name].shape != shape:
             refuse(where, f"shape of {found[name].name}", list(shape), list(found[name].shape))
@@ -1903,8 +1941,9 @@ def match_tensors(source: Source, h: Header, computed: dict) -> tuple[Header, li
         if dtype not in FLOAT_TYPES and not (where.is_file() and can_read(dtype)):  # a GGUF file
             refuse(where, f"dtype of {tensor.name}", "BF16, F16, F32 or, in a GGUF file, one that "
                    "the gguf package dequantizes", dtype)
-    return h, [output._replace(tensors=[found[name] for name in output.names])
-               for output in outputs]
+    panel = Tensor("zeros", where, 0, "F32", (PANEL, h.dim), bytes(4 * PANEL * h.dim))
+    return h, [output._replace(tensors=[part for name in output.names for part in pad_with_zeros(
+        found[name], output.shape, panel)]) for output in lay_out(h)]
 
 
 def write_model(out: BinaryIO, h: Header, outputs: list[Output]) -> None:
@@ -1946,10 +1985,12 @@ def map_pieces(work: Callable, outputs: list[Output]) -> Iterator:
     with (ThreadPoolExecutor(min(64, os.cpu_count() or 1)) as pool,
           tqdm(total=total, unit="B", unit_scale=True, disable=None) as bar):  # None: on terminals
         for output in outputs:
-            unit = PANEL * output.shape[1] if output.bits < 32 else 1
-            pieces, at = (piece for tensor in output.tensors for piece in tensor.pieces(unit)), 0
+            own, unit = (PANEL * shape[1] if output.bits < 32 else 1 for shape in (
+                output.tensors[0].shape, output.shape))  # a panel, before and after zeros
+            pieces, at = (piece for tensor in output.tensors for piece in tensor.pieces(own)), 0
             while batch := list(itertools.islice(pieces, 1024)):  # of trillions in a sparse file
-                starts = list(itertools.accumulate((piece.size for piece in batch), initial=at))
+                starts = list(itertools.accumulate(
+                    (-(-piece.size // own) * unit for piece in batch), initial=at))
                 at = starts.pop()
                 yield from pool.map(partial(work, output), batch, starts)
                 bar.update(sum(piece.nbytes for piece in batch))

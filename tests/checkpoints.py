@@ -273,7 +273,8 @@ def make_table_model(directory, tokenizer, states, logits, dim=64, **kwargs):
 
 def make_embedding(directory):
     """Turns a saved checkpoint into an embedding model's, as sentence-transformers lays it out."""
-    (directory / "modules.json").write_text('[{"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"}]')
+    (directory / "modules.json").write_text(json.dumps([{"type": f"sentence_transformers.models.{name}", "path": path} for (
+        name, path) in (("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize"))]))
     (directory / "1_Pooling").mkdir()
     (directory / "1_Pooling/config.json").write_text('{"pooling_mode_lasttoken": true}')
     return directory

@@ -66,8 +66,40 @@ def test_yarn_option(checkpoint, run, tmp_path, which):
         reference.rope_frequencies(c)[0].tolist())
 
 
-def test_yarn_option_refused(checkpoint, refuses):
-    refuses(checkpoint(rope_scaling=YARN), "--yarn", "yarn", args=["--yarn", "2"])
+@pytest.mark.parametrize("scaling", [YARN, {"type": "linear", "factor": 2}])
+def test_yarn_option_refused(checkpoint, refuses, scaling):
+    refuses(checkpoint(rope_scaling=scaling), "its rope is scaled already: leave --yarn out", args=["--yarn", "2"])
+
+
+@pytest.mark.parametrize("changes, theta, factor", [
+    ({"rope_scaling": {"type": "linear", "factor": 3}}, 1e6, 3),
+    ({"rope_scaling": {"rope_type": "linear", "factor": 8.0, export.ORIGINAL: 64}}, 1e6, 8),
+    ({"rope_theta": None, "rope_parameters": {"rope_type": "linear", "factor": 0.7, "rope_theta": 7e4}}, 7e4, 0.7)])
+def test_linear_scaling(checkpoint, tmp_path, changes, theta, factor):
+    """Frequencies / factor, in fp32 as torch divides them; the length stays."""
+    folder = checkpoint(**changes).save(tmp_path)
+    header, computed = export.read_header(export.read_folder(folder), None, None, None)
+    powers = (theta ** (np.arange(0, 64, 2, np.float32) / np.float32(64)).astype(float)).astype(np.float32)
+    assert np.array_equal(computed["frequencies"].read_fp32(), np.float32(1) / powers / np.float32(factor))
+    assert (header.rope_scaling, header.rope_factor, header.max_seq_len) == (2, 1, 512)
+
+
+@pytest.mark.parametrize("architectures", [{}, {"architectures": None}, {"architectures": []}])
+@pytest.mark.parametrize("kind, family", [
+    ("qwen2", "Qwen2ForCausalLM"), ("qwen3", "Qwen3ForCausalLM"), ("qwen3_moe", "Qwen3MoeForCausalLM"), ("mimo", "MiMoForCausalLM"),
+    *[(kind, f"Q{kind[1:].replace('_vl', 'VL').replace('2_5', '2_5_')}ForConditionalGeneration") for kind in (
+        "qwen2_vl", "qwen2_5_vl", "qwen3_vl")]])
+def test_a_model_type_in_place_of_architectures(kind, family, architectures):
+    config = {"model_type": kind, "text_config": {"model_type": f"{kind}_text"}} | architectures
+    assert family in export.normalize_config("config.json", config)[0].architectures.split()
+
+
+@pytest.mark.parametrize("config", [
+    {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0}, {"max_window_layers": 0},
+    {"use_sliding_window": True, "max_window_layers": 0, "layer_types": ["full_attention"] * 2},
+    {"use_sliding_window": True, "max_window_layers": 2}, MIXTURE | {"use_sliding_window": False}])
+def test_windows_of_no_layer(checkpoint, run, tmp_path, config):
+    assert run(checkpoint(**config).save(tmp_path / "in"), "out.bin")[0] == 0
 
 
 @pytest.mark.parametrize("which", HEADERS)
@@ -95,12 +127,14 @@ BAD_CONFIG = [
     ({"architectures": "Qwen3ForCausalLM"}, "architectures, expected a list, found 'Qwen3ForCausalLM'"),
     ({"is_causal": False}, "is_causal is not supported, expected True, found False"),
     ({"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported, expected False, found True"),
-    ({"architectures": None}, "architecture", "none"),
+    ({"architectures": None}, "architecture", "found None$"),
+    ({"architectures": [], "model_type": "qwen3_next"}, "architecture", "found qwen3_next$"),
     ({"architectures": ["Qwen2ForCausalLM"]}, "missing:.*proj.bias.*left over:.*norm"),   # Qwen3's tensors
     ({"quantization_config": {"quant_method": "fp8"}}, "unquantized", "a GGUF file, found fp8$"),
     ({"quantization": {"group_size": 64, "bits": 4}}, "unquantized", "a GGUF file, found MLX weights$"),
     ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
      "use_sliding_window", "full_attention"),
+    ({"use_sliding_window": True, "max_window_layers": 0}, "its sliding window", "found 'sliding'"),
     ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types",
      "found 'full_attention, sliding_attention'"),
     ({"attention_bias": True}, "attention_bias", "False|false"),
@@ -114,10 +148,12 @@ BAD_CONFIG = [
     ({"head_dim": 63}, "head_dim", "even"),
     ({"num_attention_heads": 3, "num_key_value_heads": 2}, "num_key_value_heads", "divisor of 3"),
     ({"hidden_size": 80}, "hidden_size", "multiple of 32"),
-    ({"intermediate_size": 72}, "intermediate_size", "72"),
+    ({"hidden_size": 300}, "hidden_size, expected a multiple of 32, the quantization group, found 300"),
     ({"head_dim": 24}, r"num_attention_heads \* head_dim", "48"),
     ({"rope_scaling": {"rope_type": "llama3"}}, "rope_type", "llama3"),
-    ({"rope_scaling": {"rope_type": "linear", "factor": 2}}, "rope_type", "linear"),
+    ({"rope_scaling": {"rope_type": "dynamic", "factor": 2}}, "rope_type", "dynamic"),
+    ({"rope_scaling": {"rope_type": "linear"}}, "factor, expected a number", "None"),
+    ({"rope_scaling": {"rope_type": "linear", "factor": 2, "beta_fast": 9}}, "rope scaling linear", "found beta_fast"),
     ({"rope_scaling": {"rope_type": "default", "factor": 2}}, "rope scaling default", "found factor"),
     ({"rope_scaling": YARN | {"surprise": 1}}, "rope scaling yarn", "surprise"),
     ({"rope_scaling": YARN | {"factor": "four"}}, "factor", "'four'"),
@@ -147,7 +183,8 @@ BAD_EXPERTS = [
     ({"num_experts_per_tok": 4}, "num_experts_per_tok, expected from 1 to num_experts, 3, found 4"),
     ({"num_experts_per_tok": None}, "num_experts_per_tok.*found None"),
     ({"moe_intermediate_size": None}, "moe_intermediate_size.*found None"),
-    ({"moe_intermediate_size": 72}, "moe_intermediate_size, expected a multiple of 32"),
+    *[({"use_sliding_window": True} | more, "use_sliding_window is not supported, expected False, found True")
+      for more in ({}, {"max_window_layers": 9}, {"layer_types": ["full_attention"] * 2})],
     ({"norm_topk_prob": 1}, "norm_topk_prob is not supported, expected True or False, found '1'"),
     ({"mlp_only_layers": [1]}, r"mlp_only_layers is not supported, expected \[\], found \[1\]"),
     ({"decoder_sparse_step": 2}, "decoder_sparse_step is not supported, expected 1, found 2"),
@@ -199,7 +236,8 @@ def test_config_refused(checkpoint, refuses, tmp_path, kind, changes, patterns):
     ("tokenizer.json", '{"model": ', ["tokenizer.json: broken"]),
     ("tokenizer_config.json", "\x00", ["tokenizer_config.json: broken"]),
     ("tokenizer_config.json", '{"added_tokens_decoder": {"9": {"content": "<new>", "special": 1}}}', ["<new>"]),
-    ("added_tokens.json", '{"<new>": 9}', ["'<new>' of tokenizer_config.json, added_tokens.json, found no such"]),
+    ("added_tokens.json", '{"<new>": 9}', ["'<new>' of tokenizer_config.json, added_tokens.json .*save_pretrained.*found no such"]),
+    ("tokenizer_config.json", '{"add_prefix_space": true}', ["add_prefix_space .*expected False, found True"]),
     ("tokenizer_config.json", '{"split_special_tokens": true}', ["split_special_tokens .*expected False, found True"]),
     ("tokenizer_config.json", '{"eos_token": "<none>"}', ["<none>"]),
     ("tokenizer_config.json", '{"chat_template": [1]}', ["tokenizer_config.json: broken"]),
@@ -210,7 +248,7 @@ def test_config_refused(checkpoint, refuses, tmp_path, kind, changes, patterns):
     ("generation_config.json", '{"repetition_penalty": 0}', ["repetition_penalty", "0"]),
     ("generation_config.json", '{"repetition_penalty": "1.1"}', ["repetition_penalty", "'1.1'"]),
     ("modules.json", "[1]", ["modules.json: broken"]),
-    ("modules.json", '[{"type": "x.Pooling", "path": "1_Pooling"}]', ["1_Pooling/config.json"]),
+    ("modules.json", '[{"type": "x.Pooling", "path": "1_Pooling"}]', ["expected Transformer, Pooling, Norm", "found Pooling$"]),
     ("generation_config.json", '{"eos_token_id": ["x"]}', ["token id", "'x'"]),
     ("generation_config.json", '{"eos_token_id": [99999999]}', ["99999999"]),
 ])

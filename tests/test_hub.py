@@ -17,7 +17,7 @@ from test_templates import CHATML
 
 
 def test_download_from_a_hub(checkpoint, hub, tmp_path):
-    ck = sentence_transformers(checkpoint(), LAST, "Transformer", "Pooling")
+    ck = sentence_transformers(checkpoint(), LAST, "Transformer", "Pooling", "Normalize")
     ck.files |= {"README.md": "no", "pytorch_model.bin": "no", "chat_template.jinja": CHATML}
     ck.save(tmp_path / "hub/org/tiny", 2)
     status, err = hub.process(f"{hub.url}/org/tiny/tree/main?a=b")

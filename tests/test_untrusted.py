@@ -150,12 +150,13 @@ def test_gguf_s_tensors_that_overlap(run, tmp_path):
 
 @pytest.mark.parametrize("path", ["../outside", "/tmp", "1_Pooling/../../outside", ".."])
 def test_modules_outside_the_checkpoint(checkpoint, run, tmp_path, path):
-    ck = sentence_transformers(checkpoint(), LAST, "Transformer", "Pooling")
-    ck.files["modules.json"] = json.dumps([{"type": "x.Pooling", "path": path}])
+    ck = sentence_transformers(checkpoint(), LAST, "Transformer", "Pooling", "Normalize")
+    ck.files["modules.json"] = json.dumps([
+        {"type": f"x.{name}", "path": where} for name, where in (("Transformer", ""), ("Pooling", path), ("Normalize", ""))])
     for folder in ("in/1_Pooling", "outside"):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "outside/config.json").write_text(json.dumps(LAST))
-    refused(run(ck.save(tmp_path / "in")), "modules.json: path of Pooling", re.escape(path))
+    refused(run(ck.save(tmp_path / "in")), "modules.json: paths", re.escape(path))
 
 
 # ---------------------------------------------------------------------------- tokenizer.json
@@ -225,8 +226,8 @@ def test_limits_are_those_of_qwen3():
             limits |= dict.fromkeys(KEYS.get(name, [name]), found)
     limits["vocab_size"] = (1, 1 << 20)  # qwen3 takes more, but export.py builds a table of it
     ours = {key: (low, high) for key, (low, high, *_) in export.NUMBERS.items()}
-    # The file has what YaRN's numbers make, not they themselves
-    limits[export.ORIGINAL] = ours[export.ORIGINAL]
+    # The file has what YaRN's numbers make, not they themselves, and no window
+    limits |= {key: ours[key] for key in (export.ORIGINAL, "max_window_layers")}
     assert limits == dict.fromkeys(limits, export.OTHER_LIMITS[:2]) | ours
 
 
@@ -244,7 +245,7 @@ def test_help_without_packages(option, shown):
 def test_the_summary_ends_with_the_command_to_run(checkpoint, run, tmp_path):
     """An embedding model is asked nothing."""
     checkpoint().save(tmp_path / "my model")
-    sentence_transformers(checkpoint(), LAST, "Transformer", "Pooling").save(tmp_path / "in")
+    sentence_transformers(checkpoint(), LAST, "Transformer", "Pooling", "Normalize").save(tmp_path / "in")
     assert run("my model")[1][0].endswith("""./qwen3 'my model.bin' -i "Why is the sky blue?\"""")
     assert run("in")[1][0].endswith("""./qwen3 in.bin -i "The sky is blue.\"""")
 

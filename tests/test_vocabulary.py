@@ -219,11 +219,14 @@ def test_embedding_model(checkpoint, run, tmp_path, architecture, prefix, poolin
 
 
 @pytest.mark.parametrize("pooling, modules, patterns", [
-    (MEAN, ["Pooling"], ["1_Pooling/config.json", "pooling", "lasttoken", "mean_tokens"]),
-    (LAST | {"pooling_mode_mean_tokens": True}, ["Pooling"], ["expected lasttoken, found 'mean_tokens, lasttoken'$"]),
-    ({"pooling_mode": "mean"}, ["Pooling"], ["expected lasttoken, found 'mean'$"]),
-    ({"pooling_mode": ["cls", "lasttoken"]}, ["Pooling"], ["expected lasttoken, found 'cls, lasttoken'$"]),
-    (LAST, ["Pooling", "Dense"], ["modules.json", "Dense"]), ({}, ["Pooling"], ["lasttoken, found ''$"])])
+    (MEAN, ["Pooling", "Normalize"], ["1_Pooling/config.json", "pooling", "lasttoken", "mean_tokens"]),
+    (LAST | {"pooling_mode_mean_tokens": True}, ["Pooling", "Normalize"], ["expected lasttoken, found 'mean_tokens, lasttoken'$"]),
+    ({"pooling_mode": "mean"}, ["Pooling", "Normalize"], ["expected lasttoken, found 'mean'$"]),
+    ({"pooling_mode": ["cls", "lasttoken"]}, ["Pooling", "Normalize"], ["expected lasttoken, found 'cls, lasttoken'$"]),
+    ({}, ["Pooling", "Normalize"], ["lasttoken, found ''$"]),
+    *[(LAST, modules, ["modules.json: its modules, expected Transformer, Pooling, Normalize .*length 1: where only cosines count, add Normalize",
+                       f"found Transformer, {', '.join(modules)}$"])
+      for modules in (["Pooling"], ["Pooling", "Dense", "Normalize"], ["Normalize", "Pooling"], ["Pooling"] * 2 + ["Normalize"])]])
 def test_embedding_refused(checkpoint, refuses, pooling, modules, patterns):
     refuses(sentence_transformers(checkpoint(), pooling, "Transformer", *modules), *patterns)
 
@@ -249,6 +252,40 @@ def test_special_tokens_by_role_and_by_the_second_list(checkpoint, tmp_path):
         assert (special[think["id"]], special[think_end["id"]], special[call["id"]]) == (1, 1, 1)
 
 
+def decoder_of(ck, *more):
+    """tokenizer_config.json's added_tokens_decoder, and (id, text, special) besides."""
+    tokens = {token["id"]: token for token in ck.tokenizer["added_tokens"]} | {
+        i: ck.tokenizer["added_tokens"][0] | {"id": i, "content": text, "special": special} for i, text, special in more}
+    return {str(i): {key: value for key, value in token.items() if key != "id"} for i, token in tokens.items()}
+
+
+@pytest.mark.parametrize("more", [[(502, "<|ticket|>", True)], [(503, "<b>", False), (502, "<|a|>", True)],
+                                  [(300, None, False)]])  # one that merges make
+def test_tokens_of_the_decoder_alone(checkpoint, tmp_path, more):
+    """The same file as where tokenizer.json has them: transformers adds them."""
+    ck, other = checkpoint(), checkpoint()
+    text_of = {i: text for text, i in ck.tokenizer["model"]["vocab"].items()}
+    more = [(i, text or text_of[i], special) for i, text, special in more]
+    ck.settings["added_tokens_decoder"] = decoder_of(ck, *more)
+    other.tokenizer["added_tokens"] += [other.tokenizer["added_tokens"][0] | {"id": i, "content": text, "special": special}
+                                        for i, text, special in sorted(more)]
+    assert sections_of(ck, tmp_path / "a") == sections_of(other, tmp_path / "b")
+    ck.tokenizer["added_tokens"].clear()
+    assert sections_of(ck, tmp_path / "c") == sections_of(other, tmp_path / "b")
+
+
+@pytest.mark.parametrize("more, left_out, said", [
+    ([(503, "<new>", True)], [], "id of added token '<new>', expected 502, as the package counts, found 503"),
+    ([(502, "<new>", True)], ["500"], "'<new>' of tokenizer_config.json.*save_pretrained.*, found no such token"),
+    ([(507, "<new>", True)], [], "ids, expected 0 to 506"), ([(501, "<new>", True)], [], "'<new>' of tokenizer_config.json")])
+def test_tokens_of_the_decoder_refused(checkpoint, refuses, more, left_out, said):
+    ck = checkpoint()
+    ck.settings["added_tokens_decoder"] = decoder_of(ck, *more)
+    for i in left_out:
+        del ck.settings["added_tokens_decoder"][i]
+    refuses(ck, said)
+
+
 def test_words(checkpoint, tmp_path):
     """An added token of the user's own counts in texts; not a special one, a mark, or what the template writes."""
     ck, i = checkpoint(), 502
@@ -265,7 +302,7 @@ def test_words(checkpoint, tmp_path):
 
 
 def test_what_sentence_transformers_does_besides(checkpoint, run, tmp_path):
-    ck = sentence_transformers(checkpoint(), LAST, "Transformer", "Pooling")
+    ck = sentence_transformers(checkpoint(), LAST, "Transformer", "Pooling", "Normalize")
     ck.settings["chat_template"] = CHATML
     settings = {"prompts": {"query": "", "document": ""}, "default_prompt_name": None, "similarity_fn_name": "cosine"}
     ck.files["config_sentence_transformers.json"] = settings

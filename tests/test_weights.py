@@ -3,6 +3,7 @@ import resource
 
 import numpy as np
 import pytest
+import reference
 from checkpoints import LAST, MIXTURE, experts, sentence_transformers, vision_language
 from conftest import export_process, export_py as export, refused
 
@@ -52,6 +53,96 @@ def test_variants_of_checkpoints(checkpoint, run, tmp_path, which):
     assert (tmp_path / "out.bin").read_bytes() == expected
 
 
+def join_experts(ck, layout):
+    """A layer's experts in one tensor, (experts, out, in), as transformers 5 or MLX calls it."""
+    n, t = ck.n_experts, ck.tensors
+    for layer in range(ck.config["num_hidden_layers"]):
+        stem = f"layers.{layer}.mlp."
+        gate, up, down = (np.stack([t.pop(f"{stem}experts.{i}.{kind}_proj.weight") for i in range(n)])
+                          for kind in ("gate", "up", "down"))
+        t |= {"transformers": {f"{stem}experts.gate_up_proj": np.concatenate([gate, up], axis=1),
+                               f"{stem}experts.down_proj": down},
+              "mlx": {f"{stem}switch_mlp.{kind}_proj.weight": x
+                      for kind, x in (("gate", gate), ("up", up), ("down", down))}}[layout]
+    return ck
+
+
+@pytest.mark.parametrize("layout", ["transformers", "mlx"])
+@pytest.mark.parametrize("dtype, shards, width", [("BF16", 1, 64), ("F32", 3, 192), ("F16", 2, 72)])
+def test_experts_in_one_tensor(checkpoint, run, tmp_path, layout, dtype, shards, width):
+    ck = checkpoint(dtype, **experts(5, used=2, moe_intermediate_size=width, tie_word_embeddings=False))
+    assert run(ck.save(tmp_path / "apart"), "apart.bin")[0] == 0
+    folder = join_experts(checkpoint(dtype, **ck.config), layout).save(tmp_path / "in", shards)
+    status, err = run(folder, "out.bin")
+    assert status == 0 and len(err) == 2, err  # the second: no chat template
+    assert (tmp_path / "out.bin").read_bytes() == (tmp_path / "apart.bin").read_bytes()
+
+
+@pytest.mark.parametrize("shape, said", [((3, 64), "missing: layers.0.mlp.experts.0.gate_proj.weight"), ((3, 127, 64), r"expected \[64, 64\], found \[63, 64\]"),
+                                         ((2, 128, 64), "missing: layers.0.mlp.experts.2.gate_proj.weight"),
+                                         ((4, 128, 64), "left over: model.layers.0.mlp.experts.gate_up_proj"),
+                                         ((3, 64, 128), r"expected \[64, 64\], found \[32, 128\]")])
+def test_experts_in_one_tensor_refused(checkpoint, refuses, shape, said):
+    ck = join_experts(checkpoint(**experts(3)), "transformers")
+    ck.tensors["layers.0.mlp.experts.gate_up_proj"] = np.zeros(shape, np.float32)
+    refuses(ck, said)
+
+
+@pytest.mark.parametrize("group, bits", [(32, 8), (64, 8), (256, 8), (32, 4), (64, 4)])
+@pytest.mark.parametrize("key, width", [("intermediate_size", 300), ("moe_intermediate_size", 72)])
+def test_widths_that_no_group_divides(checkpoint, run, tmp_path, monkeypatch, key, width, group, bits):
+    """The file is that of a checkpoint with zeros, for which the same is computed; with 4 bits the levels' codes of
+    zeros may differ where the scale is 0."""
+    monkeypatch.setattr(export, "PIECE", 48 * 256)
+    config = {"hidden_size": 256, "vocab_size": 515, "head_dim": 128} | (experts(3, used=2) if key[0] == "m" else {})
+    ck = checkpoint(**config | {key: width})
+    wide = checkpoint(**config | {key: width + -width % group})
+    for name, shape in wide.shapes():
+        x = ck.tensors[name]
+        wide.tensors[name] = np.pad(x, [(0, new - old) for new, old in zip(shape, x.shape)])
+    args = ["--group-size", group, "--bits", bits]
+    assert run(ck.save(tmp_path / "in"), "out.bin", *args)[0] == run(wide.save(tmp_path / "wide"), "wide.bin", *args)[0] == 0
+    ours, theirs = ((tmp_path / name).read_bytes() for name in ("out.bin", "wide.bin"))
+    assert len(ours) == len(theirs) and ours[:256] == theirs[:256] and (bits == 4 or ours == theirs == wide.expected(group))
+    found, expected = (reference.Model.from_bin(tmp_path / name, "weights").w for name in ("out.bin", "wide.bin"))
+    for kind in "gate", "down", "up":
+        for a, b in zip(np.ravel(found[kind]), np.ravel(expected[kind])):
+            assert np.array_equal(a.dense[:, :width], b.dense[:, :width])
+            assert kind == "down" or not a.dense[width:].any()
+    assert run("in", "out.bin", "--check")[0] == 0
+    (tmp_path / "out.bin").write_bytes(ours[:-8] + b"\1" + ours[-7:])  # of zeros or not
+    refused(run("in", "out.bin", "--check"), "is not what the source gives")
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_of_two_tied_tensors_one_is_stored(checkpoint, run, refuses, tmp_path, shards):
+    """safetensors.torch.save_model() keeps the first name in the alphabet."""
+    ck = checkpoint()
+    expected = ck.expected()
+    ck.tensors["lm_head.weight"] = ck.tensors.pop("embed_tokens.weight")
+    status, err = run(ck.save(tmp_path / "in", shards), "out.bin")
+    assert status == 0 and len(err) == 2, err
+    assert (tmp_path / "out.bin").read_bytes() == expected
+    ck.config["tie_word_embeddings"] = False
+    refused(run(ck.save(tmp_path / "in", shards), "x.bin"), "missing: embed_tokens.weight; left over: none")
+    ck.config["tie_word_embeddings"] = True  # AutoModel has no lm_head, so the embedding would be random
+    sentence_transformers(ck, LAST, "Transformer", "Pooling", "Normalize")
+    refused(run(ck.save(tmp_path / "in", shards), "x.bin"), "missing: embed_tokens.weight; left over: none")
+
+
+@pytest.mark.parametrize("names", [["v_head.summary.weight", "v_head.summary.bias"], ["score.weight"], [
+    "model.layers.0.self_attn.q_proj.bias", "model.layers.2.mlp.up_proj.weight", "value_head.weight", *map(str, range(9))]])
+def test_tensors_beside_a_whole_model(checkpoint, run, tmp_path, names):
+    """transformers warns of them."""
+    ck = checkpoint()
+    expected, stored = ck.expected(), list(ck.stored())
+    ck.stored = lambda: stored + [(name, np.ones((1, 64), "<u2"), None) for name in names]
+    status, err = run(ck.save(tmp_path / "in", 2), "out.bin")
+    said = [line for line in err if "left out, as transformers does: " in line]
+    assert status == 0 and len(err) == 3 and len(said) == 1 and names[0] in said[0], err
+    assert ("and 6 more" in said[0]) == (len(names) > 6) and (tmp_path / "out.bin").read_bytes() == expected
+
+
 @pytest.mark.parametrize("embedding, nested", [(False, False), (False, True), (True, False)])
 def test_a_classifier_of_its_own_although_it_is_tied(checkpoint, run, tmp_path, embedding, nested):
     """It counts, as in transformers 5; 4 took the embedding. --check compares it. An embedding model needs none."""
@@ -61,7 +152,7 @@ def test_a_classifier_of_its_own_although_it_is_tied(checkpoint, run, tmp_path, 
     expected = ck.expected()
     ck.config["tie_word_embeddings"] = True
     if embedding:
-        sentence_transformers(ck, LAST, "Transformer", "Pooling")
+        sentence_transformers(ck, LAST, "Transformer", "Pooling", "Normalize")
     ck = vision_language(ck) if nested else ck
     status, err = run(ck.save(tmp_path / "in"), "out.bin")
     said = [line for line in err if "lm_head.weight is written, too" in line]
@@ -82,6 +173,8 @@ def test_pieces_join_where_a_tensor_is_larger_than_one(checkpoint, run, tmp_path
     assert (tmp_path / "out.bin").read_bytes() == ck.expected(group)
 
 
+BESIDE = {"hidden_size": 32, "num_hidden_layers": 1, "rms_norm_eps": 1e-3, "rope_theta": 7, "use_sliding_window": True,
+          "max_window_layers": 0, "rope_scaling": {"type": "linear", "factor": 2}}  # counts for nothing there
 VISION = {"image_token_id": 151655, "vision_config": {"hidden_size": 8, "depth": 1}}
 RELATIVES = {  # architecture -> (that of the plain model, its other settings, where its layers are, tensors left out)
     "Qwen2_5_VLForConditionalGeneration": ("Qwen2ForCausalLM", VISION | {"rope_scaling": {
@@ -106,7 +199,7 @@ def test_relatives_of_the_plain_models(checkpoint, run, tmp_path, architecture, 
     ck = checkpoint(architectures=[plain], tie_word_embeddings=tied, head_dim=32)
     expected, text = ck.expected(), ck.config | settings
     text.pop("architectures")
-    ck.config = {"text_config": text | {"tie_word_embeddings": not tied}} | VISION if nested else text
+    ck.config = {"text_config": text | {"tie_word_embeddings": not tied}} | VISION | BESIDE if nested else text
     ck.config |= {"architectures": [architecture], "tie_word_embeddings": tied}
     stored = [(name.replace("model.", prefix, 1), *more) for name, *more in ck.stored()]
     if left_out:
