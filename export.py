@@ -1450,6 +1450,17 @@ def find_verified_pieces(template: str | None, variables: dict[str, str]) -> tup
     return pieces, ""
 
 
+def find_join(template: str, variables: dict, pieces: Pieces) -> str | None:
+    """What the template writes between the text parts of a content, or None if it takes no parts."""
+    talk = (("user", ("PARTONE", "PARTTWO")),), False
+    with suppress(ValueError):
+        text = render_all(template, variables, [talk])[talk]
+        found = re.search("PARTONE(.*)PARTTWO", text if isinstance(text, str) else "", re.DOTALL)
+        if found and pieces.render((("user", found[0]),), False) == text:
+            return found[1]
+    return None
+
+
 def render_all(template: str, variables: dict, conversations: list) -> dict[Conversation, Any]:
     """The text that a template makes of each conversation, or the ValueError that says why it makes
     none. Raises one if the template can't be compiled. It is untrusted, may never end or take all
@@ -1505,7 +1516,9 @@ def run_template() -> None:
     def render(messages, thinking):
         nonlocal size
         text = template.render(
-            messages=[{"role": role, "content": content} for role, content in messages],
+            messages=[{"role": role, "content": content if isinstance(content, str) else
+                       [{"type": "text", "text": text} for text in content]}
+                      for role, content in messages],
             tools=None, documents=None, add_generation_prompt=thinking is not None,
             **variables, **({} if thinking is None else {"enable_thinking": thinking}))
         size += len(text)
@@ -1661,6 +1674,9 @@ def make_tokenizer(source: Source, vocab_size: int) -> tuple[bytes, bytes]:
         "chat": b"".join(pack_bytes(piece.encode()) for piece in (pieces or ())[:-1]),
         "begn": pieces.begun.encode() if pieces else b""}
     sections = {key: data for key, data in sections.items() if data} | ({tag: b""} if tag else {})
+    joint = find_join(source.chat_template, roles, pieces) if pieces else None
+    if joint not in (None, "\n"):
+        sections["join"] = joint.encode()
     extension = b"".join(key.encode() + pack_bytes(data) for key, data in sections.items())
     records = b"".join(struct.pack("<f", scores.get(i, -1e6))
                        + pack_bytes(tokens.get(i, b"")) for i in range(vocab_size))

@@ -1676,6 +1676,7 @@ typedef struct Tables {
     Keys pairs;            // nfcc: two characters, and the one that NFC makes of them
     Mode mode;             // what the model is made for
     bool systems;          // a chat's later system messages have the form of the first
+    Bytes join;            // what stands between the text parts of a message's content
     Bytes from;            // what it was exported from, and how
     Sampler advice;        // temperature, top_p, top_k and repetition that its makers advise
 } Tables;
@@ -1764,6 +1765,7 @@ static bool take_section(Cursor *in, Tokenizer *tok) {
     else if (!strcmp(tag, "chat")) take_chat(in, &tok->chat);
     else if (!strcmp(tag, "begn")) tok->chat.begun = take_bytes(in, in->rest.n);
     else if (!strcmp(tag, "syst")) tables->systems = true;
+    else if (!strcmp(tag, "join")) tables->join = take_bytes(in, min_size(in->rest.n, LONGEST_STRIP));
     else if (!strcmp(tag, "gues")) tables->guessed_chat = true;
     else if (!strcmp(tag, "from")) tables->from = take_bytes(in, in->rest.n);
     else if (!strcmp(tag, "mode")) TAKE(tables, mode, 0, N_MODES - 1);
@@ -1916,6 +1918,7 @@ static void take_tokens(Cursor *in, Tokenizer *tok) {
 static void tokenizer_load(Tokenizer *tok, const char *file, int vocab_size) {
     Cursor in = {file, "the header", file_map(file), .hint = "is it another model's, or cut?"};
     Tables *tables = alloc(1, sizeof(Tables), "the tokenizer");
+    tables->join = bytes("\n");  // if the file does not say it
     tables->advice = (Sampler){.temperature = 0.6f, .top_p = 0.95f, .top_k = 20, .repetition = 1};
     *tok = (Tokenizer){.vocab_size = vocab_size, .tables = tables,
                        .text = alloc(vocab_size, sizeof(Bytes), "the tokenizer"),
@@ -4243,7 +4246,7 @@ static Json json_member(Json object, const char *name) {
 // ------------------------------------------------------------------------------------------------
 // Lists (-l, -L): many texts run together. Each is a line, and so is its result, in the same order.
 
-// Adds the parts of a message's content, an array, to `text`, with newlines between them.
+// Adds the parts of a message's content, an array, to `text`, as the chat template joins them.
 static void json_parts(Json *j, Json content, Buffer *text) {
     for (int i = 0; !j->error && json_next(&content, "]", i == 0); i++) {
         Json type = json_member(content, "type"), its_text = json_member(content, "text");
@@ -4252,7 +4255,7 @@ static void json_parts(Json *j, Json content, Buffer *text) {
                          json_take_string(&its_text), "content",
                    "parts, {\"type\": \"text\", \"text\": ...}");
         j->error = bad.error;
-        if (i > 0) buffer_add(text, bytes("\n"));
+        if (i > 0) buffer_add(text, j->tok->tables->join);
         buffer_add(text, bytes_of(j->text));
         json_value(&content, 1);
     }

@@ -394,6 +394,17 @@ def test_content_parts(tiny):
     assert json.loads(lines[-1])["answer"] == json.loads(lines[0])
 
 
+@pytest.mark.parametrize("joint", ["", " | ", "\n"], ids=ascii)
+def test_content_parts_of_a_template_that_takes_them(random_model, joint):
+    """They are joined as it joins them: vision models' by nothing."""
+    part = "{% for p in m.content %}{{ p.text }}{{ '' if loop.last else " + repr(joint) + " }}{% endfor %}"
+    model = random_model(template=CHATML.replace("{{ m.content }}", "{% if m.content is string %}{{ m.content }}{% else %}"
+                                                 + part + "{% endif %}"))
+    contents = [[{"type": "text", "text": text} for text in ("What is", "your name?")], f"What is{joint}your name?", "What isyour\nname?"]
+    lines, error = run_json(model, [[{"role": "user", "content": content}] for content in contents], *GREEDY, "-n", 9)
+    assert lines[0] == lines[1] != lines[2], error
+
+
 LAST_BLOCK = """{% for m in messages %}{% set text = m.content %}{% set ns = namespace(thought="") %}
 {%- if m.role == "assistant" and "</think>" in text %}
 {%- set ns.thought = text.split("</think>")[0].split("<think>")[-1].strip("\n") %}
