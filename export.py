@@ -407,7 +407,7 @@ def normalize_config(where: Path, config: dict) -> tuple[Family, dict]:
     if text_config := read_value(where, config, "text_config", dict):
         top = ("architectures", "model_type", "quantization_config", "quantization",
                "tie_word_embeddings", "bos_token_id", "eos_token_id")
-        config = text_config | {key: config[key] for key in top if config.get(key) is not None}
+        config = text_config | {key: config[key] for key in top if config.get(key)}
     get = partial(read_value, where, config)
     names = list_names([str(x) for x in get("architectures", list) or [config.get("model_type")]])
     if not (family := next((row for row in FAMILIES if names in row.architectures.split()), None)):
@@ -429,6 +429,9 @@ def normalize_config(where: Path, config: dict) -> tuple[Family, dict]:
     rope = {"rope_theta": config.get("rope_theta")} | rope | {"rope_type": rope_type}
     if rope_type == "yarn" and ORIGINAL in config:
         rope[ORIGINAL] = config[ORIGINAL]
+    if "VL" in family.architectures:  # whose defaults are others
+        for key in "rms_norm_eps", "num_key_value_heads", "rope_theta":
+            read_number(where, config | rope, key)
     experts = config.get("num_local_experts", config.get("num_experts"))
     return family, config | {"rope": rope, "num_experts": experts}
 

@@ -84,13 +84,23 @@ def test_linear_scaling(checkpoint, tmp_path, changes, theta, factor):
     assert (header.rope_scaling, header.rope_factor, header.max_seq_len) == (2, 1, 512)
 
 
+NUMBERS = {"rms_norm_eps": 1e-6, "num_key_value_heads": 1, "rope_theta": 1e6}
+
+
+@pytest.mark.parametrize("key", NUMBERS)
+def test_numbers_beside_a_text_config_count_for_nothing(checkpoint, refuses, key):
+    ck = vision_language(checkpoint())
+    ck.config |= {key: ck.config["text_config"].pop(key)}
+    refuses(ck, f"config.json: {key}, expected an? (integer|number) from .*found None")
+
+
 @pytest.mark.parametrize("architectures", [{}, {"architectures": None}, {"architectures": []}])
 @pytest.mark.parametrize("kind, family", [
     ("qwen2", "Qwen2ForCausalLM"), ("qwen3", "Qwen3ForCausalLM"), ("qwen3_moe", "Qwen3MoeForCausalLM"), ("mimo", "MiMoForCausalLM"),
     *[(kind, f"Q{kind[1:].replace('_vl', 'VL').replace('2_5', '2_5_')}ForConditionalGeneration") for kind in (
         "qwen2_vl", "qwen2_5_vl", "qwen3_vl")]])
 def test_a_model_type_in_place_of_architectures(kind, family, architectures):
-    config = {"model_type": kind, "text_config": {"model_type": f"{kind}_text"}} | architectures
+    config = {"model_type": kind, "text_config": {"model_type": f"{kind}_text"} | NUMBERS} | architectures
     assert family in export.normalize_config("config.json", config)[0].architectures.split()
 
 

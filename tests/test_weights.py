@@ -212,11 +212,12 @@ def test_relatives_of_the_plain_models(checkpoint, run, tmp_path, architecture, 
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_nested_config_may_alone_say_that_the_classifier_is_tied(checkpoint, run, tmp_path, tied):
+@pytest.mark.parametrize("top", [{}, {"tie_word_embeddings": False}])
+def test_a_nested_config_may_alone_say_that_the_classifier_is_tied(checkpoint, run, tmp_path, tied, top):
     """As transformers writes it where the value is its default."""
     ck = checkpoint(architectures=["Qwen2ForCausalLM"], tie_word_embeddings=tied, head_dim=32)
     expected = ck.expected()
-    ck.config = {"text_config": ck.config, "architectures": ["Qwen2_5_VLForConditionalGeneration"]}
+    ck.config = {"text_config": ck.config, "architectures": ["Qwen2_5_VLForConditionalGeneration"]} | top
     assert run(ck.save(tmp_path / "in"), "out.bin")[0] == 0
     assert (tmp_path / "out.bin").read_bytes() == expected
 
