@@ -581,7 +581,7 @@ def is_embedding(folder: Path) -> bool:
     if (names := [name for name, _ in modules]) != ["Transformer", "Pooling", "Normalize"]:
         refuse(path, "its modules", "Transformer, Pooling, Normalize (qwen3's vectors have length "
                "1: where only cosines count, add Normalize)", list_names(names))
-    require(path, "paths", [path for _, path in modules[:2]], ["", "1_Pooling"])
+    require(path, "path of its modules", [path for _, path in modules[:2]], ["", "1_Pooling"])
     pooling = read_json(path := folder / "1_Pooling/config.json")
     modes = pooling.get("pooling_mode") or [  # before sentence-transformers 6: a key for each mode
         key[13:] for key in pooling if key.startswith("pooling_mode_") and pooling[key] is True]

@@ -156,7 +156,7 @@ def test_modules_outside_the_checkpoint(checkpoint, run, tmp_path, path):
     for folder in ("in/1_Pooling", "outside"):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "outside/config.json").write_text(json.dumps(LAST))
-    refused(run(ck.save(tmp_path / "in")), "modules.json: paths", re.escape(path))
+    refused(run(ck.save(tmp_path / "in")), "modules.json: path of its modules", re.escape(path))
 
 
 # ---------------------------------------------------------------------------- tokenizer.json
