@@ -61,6 +61,10 @@
      Order.   Without rope, a key would have the same share wherever it stands. Rope turns pairs of
               elements of q and k by angles in proportion to pos: so q . k depends on the distance.
 
+   Qwen3.5 has two kinds of layers. Every fourth one is as above, with a gate on its a. The others
+   have no attention and no KV cache, but a matrix for each head. Each token reads and changes it.
+   They stand in a section of their own, The delta rule: skip it for Qwen3.
+
    After the last layer come the logits,
 
      logits = Wcls rmsnorm(x, rms_final)      one for each token of the vocabulary
@@ -86,12 +90,13 @@
      Quantization, matrix product   The tokenizer file    Turns                 The KV cache
      Embedding and rope             Unicode, merging      Lines of input        Threads
      Attention                      Modes, options        Conversations         Workers
-     The feed-forward network       Texts and places      Starting a run        Matrix products
-     The whole model                Many texts at once    Raw texts             Attention
-     Text to tokens                 Drafts, a pass        JSON                  The work of a layer
-     The sampler                    Writing, thinking     Lists                 The memory of a run
-     The main loop                  Given answers         Going on with a list  POSIX and Windows
-     The chat format                Requests              main                                  */
+     The delta rule                 Texts and places      Starting a run        Matrix products
+     The feed-forward network       Many texts at once    Raw texts             Attention
+     The whole model                Drafts, a pass        JSON                  The delta rule
+     Text to tokens                 Writing, thinking     Lists                 The work of a layer
+     The sampler                    Given answers         Going on with a list  The memory of a run
+     The main loop                  Requests              main                  POSIX and Windows
+     The chat format                                                                            */
 
 #if __SIZEOF_POINTER__ < 8 || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "qwen3.c needs a 64-bit little-endian machine: models are mapped as they are"
@@ -141,7 +146,7 @@ typedef struct {
     int shared_classifier;  // 1: Wcls is the token embedding; HF tie_word_embeddings
     int group_size;         // weights of a row with one scale; divides dim, q_dim and hidden_dim
     int layer_bits;         // of a weight of the layers' matrices, 8 or 4; the others have 8
-    int eight_bits;         // bit i set: matrix i of wq wk wv wo w1 w2 w3 has 8 despite layer_bits
+    int eight_bits;         // bit i set: matrix i of wq wk wv wo w1 w2 w3 wg has 8 nevertheless
     int panels;             // 1: the file has panels (see weight_int), 0: loading makes them
     int8_t levels[16];      // with 4 bits: a weight's int8 values (export.py's are closest near 0)
     float rope_theta;
@@ -154,10 +159,18 @@ typedef struct {
     int n_experts;          // 0: not a mixture of experts; HF num_experts
     int n_experts_used;     // by each token; HF num_experts_per_tok
     int no_topk_norm;       // 1: their shares need not add up to 1; HF norm_topk_prob = false
+    int attention_every;    // layer l has attention if it divides l + 1, else delta; 0: all have
+    int delta_k_heads;      // of a delta layer: queries, and keys; HF linear_num_key_heads
+    int delta_v_heads;      // values, and S; HF linear_num_value_heads
+    int rotary_dim;         // elements of a head that rope rotates, from the first on
+    int gated_attention;    // 1: attention has a gate, too; HF attn_output_gate
+    int shared_expert;      // 1: one more expert, the last, runs for each token
     int q_dim;              // n_heads * head_dim
     int kv_dim;             // n_kv_heads * head_dim
-    int rotary_dim;         // elements of a head that rope rotates, from the first on: head_dim
-    int n_kv_layers;        // layers that have keys and values: all
+    int delta_k_dim;        // delta_k_heads * DELTA_DIM
+    int delta_v_dim;        // delta_v_heads * DELTA_DIM
+    int delta_dim;          // of q, k and v of a delta layer together
+    int n_kv_layers;        // layers with keys and values: those of attention
     int cache_bits;         // of a number in the KV cache, 32 or 8 (option -C 8)
 } Config;
 
@@ -179,12 +192,20 @@ typedef struct {
     const float *bk, *bv;  // (kv_dim) or NULL            self_attn.k_proj.bias, v_proj.bias
     Matrix wq;             // (q_dim, dim)                self_attn.q_proj
     Matrix wk, wv;         // (kv_dim, dim)               self_attn.k_proj, v_proj
+    Matrix wg;             // (q_dim, dim) or no rows     self_attn.q_proj: its gate
     Matrix wo;             // (dim, q_dim)                self_attn.o_proj
+    // A delta layer has Wq, Wk (delta_k_dim, dim), Wv, Wg (delta_v_dim, dim), Wo (dim, delta_v_dim)
+    // and these, HF linear_attn:
+    const float *conv;     // (PAST + 1, delta_dim) or NULL: attention   conv1d
+    const float *forget;   // (delta_v_heads)             exp(A_log)
+    const float *dt_bias;  // (delta_v_heads)             dt_bias
+    const float *o_norm;   // (DELTA_DIM)                 norm
+    const float *wa, *wb;  // (delta_v_heads, dim)        in_proj_a, in_proj_b
     // With experts, w1, w3 and w2 hold the rows of expert 0, then those of expert 1, and so on.
     Matrix w1, w3;         // (hidden_dim, dim)           mlp.gate_proj, up_proj
     Matrix w2;             // (dim, hidden_dim)           mlp.down_proj
-    const float *router;   // (n_experts, dim) or NULL    mlp.gate
-    int kv_layer;          // its number in the KV cache: layers before it with keys and values
+    const float *router;   // (n_experts, dim) or NULL    mlp.gate, then mlp.shared_expert_gate
+    int number;            // of this kind: in the KV cache, or in the state of delta layers
 } Layer;
 
 typedef struct {             // take_weights (Part II) has their order in the file
@@ -206,18 +227,20 @@ typedef struct {
     float *cos, *sin;  // (rotary_dim / 2)  of the angles of rope at the token's position
     float *h;          // (dim)           rmsnorm(x)
     Q8 h8;             // (dim)           Q8(h)
-    float *q;          // (q_dim)         its queries
-    float *a;          // (q_dim)         what attention finds for each query
+    float *q;          // (q_dim)         its queries; in a delta layer q, k and v (delta_dim)
+    float *a;          // (q_dim)         what attention finds for each query, or S (delta_v_dim)
+    float *g;          // (q_dim)         Wg h, the gate of a
     Q8 a8;             // (q_dim)         Q8(a)
     float *gate;       // (hidden_dim)    W1 h, then silu(W1 h) * (W3 h)
     float *up;         // (hidden_dim)    W3 h
     Q8 gate8;          // (hidden_dim)    Q8(gate)
     float *router_out; // (n_experts)     see choose_experts: Wr h, then exp of it, then -1
-    float *share;      // (n_experts)     the share of each chosen expert
+    float *share;      // (n_experts)     the share of each chosen expert, and of a shared one
     float *y;          // (dim)           one expert's output
     float *out;        // (dim)           what is added to x
     float *logits;     // (vocab_size)
     float *keys, *values;  // (n_kv_layers, context, kv_dim)  the KV cache: all k and v so far
+    float *delta;      // (state_size)    the state of the delta layers
 } State;
 
 // load_model makes it (Part II). `context` is the most positions of a text (option -c).
@@ -228,7 +251,7 @@ typedef struct { Config config; Weights weights; State state; int context; } Mod
 //
 // Equal bits: a sum of floats depends on the order of its terms. So each sum has one order here,
 // which Part III keeps: a text's results never depend on threads, on how many tokens run together
-// or on other texts. They depend on the build (with fma?) and on libm (powf, cosf, sinf, log).
+// or on other texts. They depend on the build (with fma?) and on libm (powf, cosf, log1pf ..).
 
 // a * b + c, rounded once if the build has fma, else twice. Nothing else fuses (-ffp-contract=off).
 static float mul_add(float a, float b, float c);
@@ -280,9 +303,12 @@ static float softmax_terms(float *x, int n, float max) {
     return sum_of(x, n, false);
 }
 
+INLINE float sigmoid(float z) { return 1 / (1 + fast_exp(-z)); }
+INLINE float silu(float z) { return z / (1 + fast_exp(-z)); }  // z sigmoid(z)
+
 // gate = silu(gate) * up, all (n): HF Qwen3MLP
 static void silu_times(float *gate, const float *up, int n) {
-    for (int i = 0; i < n; i++) gate[i] = gate[i] / (1 + fast_exp(-gate[i])) * up[i];
+    for (int i = 0; i < n; i++) gate[i] = silu(gate[i]) * up[i];
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -411,7 +437,7 @@ static void embed(const Model *m, int token, float *x) {
 // Returns where a key or value (head_dim) is in `cache` (State.keys or State.values).
 static float *in_cache(const Model *m, float *cache, int l, int pos, int kv_head) {
     const Config *c = &m->config;
-    const size_t at = (size_t)m->weights.layers[l].kv_layer * m->context + pos;
+    const size_t at = (size_t)m->weights.layers[l].number * m->context + pos;
     return cache + at * c->kv_dim + kv_head * c->head_dim;
 }
 
@@ -516,6 +542,130 @@ static void attend(Model *m, int l, int head, int pos) {
     for (int j = 0; j < head_dim; j++) a[j] *= 1 / total;
 }
 
+// Attention of all heads, with a gate (Qwen3.5) times sigmoid(Wg h8)
+static void run_attention(Model *m, int l, int pos) {
+    const Config *c = &m->config;
+    const Matrix *wg = &m->weights.layers[l].wg;
+    State *s = &m->state;
+    qkv(m, l, pos);                // q = rope(rmsnorm(Wq h8)); k, v go to the cache
+    for (int head = 0; head < c->n_heads; head++) {
+        attend(m, l, head, pos);   // a = softmax(q . K / sqrt(head_dim)) V
+    }
+    matmul(s->g, wg, 0, wg->rows, s->h8);
+    for (int i = 0; i < wg->rows; i++) s->a[i] *= sigmoid(s->g[i]);
+}
+
+// ------------------------------------------------------------------------------------------------
+// The delta rule (Gated DeltaNet, arXiv 2412.06464; HF Qwen3_5GatedDeltaNet): skip it for Qwen3.
+//
+// A delta layer has a matrix S (DELTA_DIM, DELTA_DIM) for each value head. It maps keys to values:
+// S^T k is the value that S has for the key k. A token first lets S forget a little: 0 < g < 1. Then
+// S learns a part, 0 < b < 1, of what it lacks: the difference (delta) between the token's value and
+// the one that S has for its key. Last, its query asks S. S has one size, however long the text,
+// but what is forgotten is lost. In place of the lines from q to a, a delta layer computes
+//
+//   u = [Wq h; Wk h; Wv h]                   delta_k_heads queries (DELTA_DIM), as many keys, and
+//                                            delta_v_heads values
+//   [q; k; v] = silu(conv[0] * u3 + conv[1] * u2 + conv[2] * u1 + conv[3] * u)
+//                                            u1 is u of the token before, u2 of the one before u1
+//   q = q / |q| / sqrt(DELTA_DIM), k = k / |k|    for each head
+//   g = exp(-forget * softplus(Wa h + dt_bias))   a number for each value head, as b;
+//   b = sigmoid(Wb h)                             softplus(z) = log(1 + exp(z))
+//   d = b * (v - g S^T k)                    for each value head; delta_v_heads / delta_k_heads
+//   S = g S + k d^T                          neighbours have the same q and k
+//   a = rmsnorm(S^T q, o_norm) * silu(Wg h)
+//
+// Before a text, S and u are 0. S and the last three u, of all delta layers, are a text's state.
+
+enum { DELTA_DIM = 128, PAST = 3 };  // of a head; tokens that the convolution sees before its own
+
+// Floats of the state in one layer: S of each value head, then u3, u2, u1 (DELTA_DIM) of each head
+static size_t layer_state(const Config *c) {
+    return (size_t)DELTA_DIM * c->delta_v_dim + PAST * c->delta_dim;
+}
+
+static size_t state_size(const Config *c) {  // of a text; 0 without delta layers
+    return (c->n_layers - c->n_kv_layers) * layer_state(c);
+}
+
+// u (DELTA_DIM), a head's, becomes silu of its convolution, and `past`, u3 u2 u1, becomes u2 u1 u.
+// Rows of conv are n apart.
+static void convolve(float *restrict u, float *restrict past, const float *restrict conv, int n) {
+    float *u3 = past, *u2 = u3 + DELTA_DIM, *u1 = u2 + DELTA_DIM;
+    const float *conv1 = conv + n, *conv2 = conv1 + n, *conv3 = conv2 + n;
+    for (int i = 0; i < DELTA_DIM; i++) {
+        const float now = u[i], before = mul_add(conv1[i], u2[i], conv[i] * u3[i]);
+        u[i] = silu(mul_add(conv3[i], now, mul_add(conv2[i], u1[i], before)));
+        u3[i] = u2[i];
+        u2[i] = u1[i];
+        u1[i] = now;
+    }
+}
+
+// x (DELTA_DIM) = x / |x| * scale
+static void make_unit(float *x, float scale) {
+    const float inverse = scale / sqrtf(dot_of(x, x, DELTA_DIM) + 1e-6f);
+    for (int i = 0; i < DELTA_DIM; i++) x[i] *= inverse;
+}
+
+// Computes g and b of a value head.
+static void rates_of(const Config *c, const Layer *layer, const float *h, int head, float *g,
+                     float *b) {
+    const size_t at = (size_t)head * c->dim;
+    const float z = dot_of(layer->wa + at, h, c->dim) + layer->dt_bias[head];
+    *g = fast_exp(-layer->forget[head] * (z > 20 ? z : log1pf(fast_exp(z))));
+    *b = sigmoid(dot_of(layer->wb + at, h, c->dim));
+}
+
+// The delta rule of one head: S (DELTA_DIM, DELTA_DIM) changes, and a = S^T q, added in order of i.
+static void learn(float *S, const float *q, const float *k, const float *v, float g, float b,
+                  float *a) {
+    for (int j = 0; j < DELTA_DIM; j++) {
+        float *column = S + j, found = 0, sum = 0;
+        for (int i = 0; i < DELTA_DIM; i++) found = mul_add(column[i * DELTA_DIM], k[i], found);
+        const float d = b * (v[j] - g * found);
+        for (int i = 0; i < DELTA_DIM; i++) {
+            column[i * DELTA_DIM] = mul_add(k[i], d, g * column[i * DELTA_DIM]);
+            sum = mul_add(column[i * DELTA_DIM], q[i], sum);
+        }
+        a[j] = sum;
+    }
+}
+
+// a (DELTA_DIM) = rmsnorm(a, o_norm) * silu(gate)
+static void norm_and_gate(const Config *c, const Layer *layer, float *a, const float *gate) {
+    rmsnorm(a, a, layer->o_norm, DELTA_DIM, c->rms_norm_eps);
+    for (int i = 0; i < DELTA_DIM; i++) a[i] *= silu(gate[i]);
+}
+
+static void run_delta(Model *m, int l, int pos) {
+    const Config *c = &m->config;
+    const Layer *layer = &m->weights.layers[l];
+    State *s = &m->state;
+    const int per_k = c->delta_v_heads / c->delta_k_heads;
+    float *q = s->q, *k = q + c->delta_k_dim, *v = k + c->delta_k_dim;
+    float *S = s->delta + layer->number * layer_state(c), *past = S + DELTA_DIM * c->delta_v_dim;
+    if (pos == 0) memset(S, 0, layer_state(c) * sizeof(float));
+    matmul(q, &layer->wq, 0, c->delta_k_dim, s->h8);
+    matmul(k, &layer->wk, 0, c->delta_k_dim, s->h8);
+    matmul(v, &layer->wv, 0, c->delta_v_dim, s->h8);
+    matmul(s->g, &layer->wg, 0, c->delta_v_dim, s->h8);
+    for (int i = 0; i < c->delta_dim; i += DELTA_DIM) {
+        convolve(q + i, past + PAST * i, layer->conv + i, c->delta_dim);
+    }
+    for (int i = 0; i < c->delta_k_dim; i += DELTA_DIM) {
+        make_unit(q + i, 1 / sqrtf(DELTA_DIM));
+        make_unit(k + i, 1);
+    }
+    for (int head = 0; head < c->delta_v_heads; head++) {
+        const int i = head * DELTA_DIM, from = head / per_k * DELTA_DIM;
+        float g, b;
+        rates_of(c, layer, s->h, head, &g, &b);
+        learn(S + i * DELTA_DIM, q + from, k + from, v + i, g, b, s->a + i);
+        norm_and_gate(c, layer, s->a + i, s->g + i);
+    }
+}
+
 // ------------------------------------------------------------------------------------------------
 // The feed-forward network, and a mixture of experts (HF Qwen3MoeSparseMoeBlock)
 //
@@ -527,6 +677,7 @@ static void attend(Model *m, int l, int head, int pos) {
 //   S = the n_experts_used experts with the largest shares
 //   share = share / (sum of share over S)    so that they add up to 1; some models skip this
 //   x = x + sum of share[i] W2[i] (silu(W1[i] h) * (W3[i] h)) over i in S
+//   Qwen3.5's have one expert more, the last, which each token shares: share[last] = sigmoid(Wr h)
 
 // out (dim) = W2 Q8(silu(W1 h8) * (W3 h8)), with an expert's rows. Without experts, it is expert 0.
 static void feed_forward(Model *m, const Layer *layer, int expert, float *out) {
@@ -539,14 +690,17 @@ static void feed_forward(Model *m, const Layer *layer, int expert, float *out) {
     matmul(out, &layer->w2, expert * dim, dim, s->gate8);
 }
 
+static int all_experts(const Config *c) { return c->n_experts + c->shared_expert; }
+
 // Chooses the n_experts_used experts with the largest term, of equal terms the lower number. term
-// is Wr h and becomes exp(term - max); term and share are (n_experts). A chosen expert's share is
+// is Wr h and becomes exp(term - max); term and share are (all_experts). A chosen expert's share is
 // its term over the sum of the chosen terms (the softmax's own sum cancels), or with no_topk_norm
-// over the sum of all. Other shares are 0. Returns false, all shares 0, if the sum of all is NaN.
+// over the sum of all. Other shares are 0, but a shared expert's. Returns false, all shares 0, if
+// the sum of all is NaN.
 static bool choose_experts(const Config *c, float *term, float *share) {
     const float all = softmax_terms(term, c->n_experts, max_of(term, c->n_experts));
     float chosen = 0;
-    memset(share, 0, c->n_experts * sizeof(float));
+    memset(share, 0, all_experts(c) * sizeof(float));
     if (isnan(all)) return false;
     for (int i = 0; i < c->n_experts_used; i++) {
         int best = 0;
@@ -556,13 +710,14 @@ static bool choose_experts(const Config *c, float *term, float *share) {
         term[best] = -1;  // less than all terms: chosen once
     }
     for (int e = 0; e < c->n_experts; e++) share[e] /= c->no_topk_norm ? all : chosen;
+    if (c->shared_expert) share[c->n_experts] = sigmoid(term[c->n_experts]);
     return true;
 }
 
 // out = the sum of the chosen experts' outputs, each times its share, from the lowest number on.
 // The weights of the other experts are not read.
 static void run_experts(Model *m, const Layer *layer) {
-    const int dim = m->config.dim, n_experts = m->config.n_experts;
+    const int dim = m->config.dim, n_experts = all_experts(&m->config);
     State *s = &m->state;
     for (int e = 0; e < n_experts; e++) {
         s->router_out[e] = dot_of(layer->router + (size_t)e * dim, s->h, dim);
@@ -579,9 +734,10 @@ static void run_experts(Model *m, const Layer *layer) {
 
 // ------------------------------------------------------------------------------------------------
 // The whole model, for one token. Part III computes the same bits for many tokens at once. It calls
-// rmsnorm, dot_of, silu_times, quantize, add, embed, rope_angles, norm_and_rope, choose_experts and
-// what these call. It has its own form of the other functions from dot_row to compute_logits, and
-// Part II has its own run_text and encode_piece: change both forms together.
+// rmsnorm, dot_of, silu_times, quantize, add, embed, rope_angles, norm_and_rope, convolve, rates_of,
+// make_unit, norm_and_gate, choose_experts and what these call. It has its own form of the other
+// functions from dot_row to compute_logits, and Part II has its own run_text and encode_piece:
+// change both forms together.
 
 // Runs layer l: x of the token at position pos becomes x + attention, then x + feed-forward.
 static void run_layer(Model *m, int l, int pos) {
@@ -590,11 +746,9 @@ static void run_layer(Model *m, int l, int pos) {
     State *s = &m->state;
 
     norm_and_quantize(m, layer->rms_att);     // h = rmsnorm(x), h8 = Q8(h)
-    qkv(m, l, pos);                           // q = rope(rmsnorm(Wq h8)); k, v go to the cache
-    for (int head = 0; head < c->n_heads; head++) {
-        attend(m, l, head, pos);              // a = softmax(q . K / sqrt(head_dim)) V
-    }
-    quantize(s->a8, s->a, c->q_dim, c->group_size);
+    if (layer->conv) run_delta(m, l, pos);    // a = rmsnorm(S^T q) * silu(Wg h8)
+    else run_attention(m, l, pos);            // a = softmax(q . K / sqrt(head_dim)) V
+    quantize(s->a8, s->a, layer->wo.cols, c->group_size);
     matmul(s->out, &layer->wo, 0, c->dim, s->a8);
     add(s->x, s->out, c->dim);                // x = x + Wo a8 (0: from row 0 of Wo on)
 
@@ -1241,6 +1395,8 @@ typedef struct {       // a token of a text, in a pass
     int token;         // its id
     int pos;           // its position in the text
     const int *blocks; // the text's blocks of the cache: position pos is in blocks[pos / block_len]
+    float *state;      // (state_size) the text's, of zeros before position 0. The row changes it
+    float *saved;      // where it is copied after the row, or NULL
     bool needed;       // x is needed after the last layer: for logits or an embedding
     const Text *text;
 } Row;
@@ -1396,7 +1552,7 @@ static size_t find_last(Bytes text, Bytes part) {
 // header is zero from 0x30 on, so zero stands for what that format always has.
 //
 //   0x00  u32 magic 0x616A6331, u32 version 1
-//   0x08  the numbers that take_header takes, u32 or float; the last one, panels, is at 0x80
+//   0x08  the numbers that take_header takes, u32 or float; the last one is at 0x98
 //   0x70  with layer_bits 4, the 16 int8 levels, ascending; all other bytes must be zero
 //
 // take_weights has the weights in their order, each for all layers before the next. Norms, routers,
@@ -1500,23 +1656,33 @@ static void take_header(Cursor *in, Config *c) {
     TAKE(c, n_experts_used, 0, 4096);
     TAKE(c, no_topk_norm, 0, 1);
     TAKE(c, layer_bits, 4, 4);
-    TAKE(c, eight_bits, 0, 127);
+    TAKE(c, eight_bits, 0, 255);
     if (c->layer_bits) memcpy(c->levels, take(in, sizeof(c->levels)), sizeof(c->levels));
     else take_zeros(in, 0x70, 0x80);
     TAKE(c, panels, 1, 1);
-    take_zeros(in, 0x84, 0x100);
+    TAKE(c, attention_every, 2, 4096);
+    TAKE(c, delta_k_heads, 1, 128);
+    TAKE(c, delta_v_heads, 1, 256);
+    TAKE(c, rotary_dim, 2, 4096);
+    TAKE(c, gated_attention, 0, 1);
+    TAKE(c, shared_expert, 0, 1);
+    take_zeros(in, 0x9C, 0x100);
     if (c->rope_theta == 0) c->rope_theta = 1e6f;
     if (c->rms_norm_eps == 0) c->rms_norm_eps = 1e-6f;
     if (c->layer_bits == 0) c->layer_bits = 8;
+    if (c->rotary_dim == 0) c->rotary_dim = c->head_dim;
     c->q_dim = c->n_heads * c->head_dim;
     c->kv_dim = c->n_kv_heads * c->head_dim;
-    c->rotary_dim = c->head_dim;
-    c->n_kv_layers = c->n_layers;
+    c->delta_k_dim = c->delta_k_heads * DELTA_DIM;
+    c->delta_v_dim = c->delta_v_heads * DELTA_DIM;
+    c->delta_dim = 2 * c->delta_k_dim + c->delta_v_dim;
+    c->n_kv_layers = c->n_layers / max_int(c->attention_every, 1);
 }
 
 // Checks how the numbers fit together. A RULE ends the program if its condition is false.
 static void check_config(const Cursor *in, const Config *c) {
     const int group = c->group_size, experts = c->n_experts, used = c->n_experts_used;
+    const int every = c->attention_every, k_heads = c->delta_k_heads, v_heads = c->delta_v_heads;
     const int64_t most_cols = max_int(c->dim, c->hidden_dim);
 #define RULE(name, good, expected) \
     if (!(good)) die_bad(in, #name, expected ", found %.10g", (double)c->name)
@@ -1528,9 +1694,20 @@ static void check_config(const Cursor *in, const Config *c) {
     RULE(q_dim, c->q_dim % group == 0, "n_heads * head_dim to be a multiple of group_size");
     RULE(rope_factor, (c->rope_factor == 0) == !c->rope_scaling, "> 0 with rope_scaling, else 0");
     RULE(n_experts_used, used <= experts && !used == !experts, "1 to n_experts, or 0 without");
-    RULE(n_experts, experts * most_cols <= 1 << 30, "at most 2^30 rows in all experts");
+    RULE(n_experts, all_experts(c) * most_cols <= 1 << 30, "at most 2^30 rows in all experts");
     RULE(no_topk_norm, !c->no_topk_norm || experts, "0 without experts");
+    RULE(shared_expert, !c->shared_expert || experts, "0 without experts");
+    RULE(rotary_dim, c->rotary_dim % 2 == 0 && c->rotary_dim <= c->head_dim,
+         "an even number, at most head_dim");
+    RULE(head_dim, c->head_dim % 16 == 0 || !c->gated_attention, "a multiple of 16 with a gate");
+    RULE(n_layers, !every || c->n_layers % every == 0, "a multiple of attention_every");
+    RULE(delta_k_heads, !k_heads == !every, "0 without attention_every, else 1 to 128");
+    RULE(delta_v_heads, k_heads ? v_heads && v_heads % k_heads == 0 : !v_heads,
+         "a multiple of delta_k_heads, or 0 without");
+    RULE(delta_v_heads, c->delta_v_dim % group == 0, "it * 128 to be a multiple of group_size");
+    RULE(qkv_bias, !c->qkv_bias || !every, "0 with delta layers");
     RULE(eight_bits, !c->eight_bits || c->layer_bits == 4, "0 without four bits");
+    RULE(eight_bits, c->eight_bits < 128 || every || c->gated_attention, "0 to 127 without gates");
     for (int i = 1; i < 16 && c->layer_bits == 4; i++)
         RULE(levels[i], c->levels[i] > c->levels[i - 1], "ascending ones");
 }
@@ -1568,23 +1745,33 @@ static Matrix take_matrix(Cursor *in, const Config *c, int rows, int cols, int b
 }
 
 static void take_weights(Cursor *in, Config *c, Weights *w) {
-    const int experts = max_int(c->n_experts, 1);
-    int bits[7];  // of wq wk wv wo w1 w2 w3
-    for (int i = 0; i < 7; i++) bits[i] = c->eight_bits >> i & 1 ? 8 : c->layer_bits;
+    const int experts = max_int(all_experts(c), 1), every = max_int(c->attention_every, 1);
+    const int norms = c->no_qk_norm ? 0 : c->head_dim, gates = c->gated_attention * c->q_dim;
+    const int heads = c->delta_v_heads;
+    int bits[8];  // of wq wk wv wo w1 w2 w3 wg
+    for (int i = 0; i < 8; i++) bits[i] = c->eight_bits >> i & 1 ? 8 : c->layer_bits;
 #define EACH_LAYER for (int l = 0; l < c->n_layers; l++) w->layers[l]  // .x = take..., for each
-    EACH_LAYER.kv_layer = l;
+#define KIND(attention, delta) ((l + 1) % every == 0 ? (attention) : (delta))
+    EACH_LAYER.number = KIND(l / every, l - l / every);
     EACH_LAYER.rms_att = take_floats(in, c->dim, "rms_att");
     EACH_LAYER.rms_ffn = take_floats(in, c->dim, "rms_ffn");
     w->rms_final = take_floats(in, c->dim, "rms_final");
-    EACH_LAYER.q_norm = take_floats(in, c->no_qk_norm ? 0 : c->head_dim, "q_norm");
-    EACH_LAYER.k_norm = take_floats(in, c->no_qk_norm ? 0 : c->head_dim, "k_norm");
-    EACH_LAYER.router = take_floats(in, c->n_experts * c->dim, "router");
+    EACH_LAYER.q_norm = take_floats(in, KIND(norms, 0), "q_norm");
+    EACH_LAYER.k_norm = take_floats(in, KIND(norms, 0), "k_norm");
+    EACH_LAYER.router = take_floats(in, (uint64_t)all_experts(c) * c->dim, "router");
     c->rope_freq = take_floats(in, c->rope_scaling ? c->rotary_dim / 2 : 0, "rope_freq");
+    EACH_LAYER.conv = take_floats(in, KIND(0, (PAST + 1) * c->delta_dim), "conv");
+    EACH_LAYER.forget = take_floats(in, KIND(0, heads), "forget");
+    EACH_LAYER.dt_bias = take_floats(in, KIND(0, heads), "dt_bias");
+    EACH_LAYER.o_norm = take_floats(in, KIND(0, DELTA_DIM), "o_norm");
+    EACH_LAYER.wa = take_floats(in, KIND(0, (uint64_t)heads * c->dim), "wa");
+    EACH_LAYER.wb = take_floats(in, KIND(0, (uint64_t)heads * c->dim), "wb");
     w->embedding = take_matrix(in, c, c->vocab_size, c->dim, 8, "the token embedding");
-    EACH_LAYER.wq = take_matrix(in, c, c->q_dim, c->dim, bits[0], "wq");
-    EACH_LAYER.wk = take_matrix(in, c, c->kv_dim, c->dim, bits[1], "wk");
-    EACH_LAYER.wv = take_matrix(in, c, c->kv_dim, c->dim, bits[2], "wv");
-    EACH_LAYER.wo = take_matrix(in, c, c->dim, c->q_dim, bits[3], "wo");
+    EACH_LAYER.wq = take_matrix(in, c, KIND(c->q_dim, c->delta_k_dim), c->dim, bits[0], "wq");
+    EACH_LAYER.wk = take_matrix(in, c, KIND(c->kv_dim, c->delta_k_dim), c->dim, bits[1], "wk");
+    EACH_LAYER.wv = take_matrix(in, c, KIND(c->kv_dim, c->delta_v_dim), c->dim, bits[2], "wv");
+    EACH_LAYER.wg = take_matrix(in, c, KIND(gates, c->delta_v_dim), c->dim, bits[7], "wg");
+    EACH_LAYER.wo = take_matrix(in, c, c->dim, KIND(c->q_dim, c->delta_v_dim), bits[3], "wo");
     EACH_LAYER.w1 = take_matrix(in, c, experts * c->hidden_dim, c->dim, bits[4], "w1");
     EACH_LAYER.w2 = take_matrix(in, c, experts * c->dim, c->hidden_dim, bits[5], "w2");
     EACH_LAYER.w3 = take_matrix(in, c, experts * c->hidden_dim, c->dim, bits[6], "w3");
@@ -1609,7 +1796,7 @@ static Cursor model_map(Model *m, const char *path) {
     if (in.rest.n != 0)
         die("%s: wrong size, expected %zu bytes, found %zu", path, file.n - in.rest.n, file.n);
     for (int l = 0; l < c->n_layers && c->n_experts; l++)
-        if (!isfinite(sum_double(m->weights.layers[l].router, c->n_experts * c->dim)))
+        if (!isfinite(sum_double(m->weights.layers[l].router, all_experts(c) * c->dim)))
             die("%s: bad router of layer %d, expected finite numbers, found others", path, l);
     weights.size = in.size;
     return weights;
@@ -2404,6 +2591,7 @@ typedef struct Slot {  // what Part II has of a text, beside Text
         double *nll;   // (choices.n) -log of their probabilities
         size_t nll_cap;
         Blocks blocks; // of a text that runs; one that waits has none
+        float *state;  // (state_size) of delta layers, as of n_run
     } own;
     size_t number;     // of its line in a list, from 0
     double start;      // when it was added
@@ -2525,12 +2713,16 @@ static int count_blocks(const Engine *e, size_t n) {
     return (int)((n + e->pass->block_len - 1) / e->pass->block_len);
 }
 
+// A state can't go back, and is not shared yet.
+static bool has_state(const Engine *e) { return state_size(&e->model.config) > 0; }
+
 // Gives back the blocks after n ids, and the one that n cuts if others use it, because the text
 // would write there: then this block's ids run again.
 static void go_back(Engine *e, Text *t, size_t n) {
     Blocks *blocks = &t->slot->own.blocks;
     const size_t len = e->pass->block_len;
     n = give_up(min_size(n, t->n_run));
+    if (has_state(e) && n < t->n_run) n = 0;
     cut_blocks(e, blocks, count_blocks(e, n));
     if (n % len && e->users[blocks->p[n / len]] > 1) {
         n -= n % len;
@@ -2560,7 +2752,7 @@ static void use_kept(Engine *e, Kept *kept) {
 static void keep_text(Engine *e, Text *t) {
     Blocks *blocks = &t->slot->own.blocks;
     Kept *kept = e->kept, *last = e->kept + e->most_texts;
-    const size_t n = t->n_run;
+    const size_t n = has_state(e) ? 0 : t->n_run;
     cut_blocks(e, blocks, count_blocks(e, n));
     for (; kept < last; kept++) {
         const size_t same = min_size(kept->n, n);
@@ -2604,7 +2796,7 @@ static Kept find_beginning(Engine *e, const Text *t) {
     const int n_kept = e->most_texts + 1;
     Kept best = {0};
     int from = -1;
-    for (int i = 0; i < n_kept + e->n_running; i++) {
+    for (int i = 0; !has_state(e) && i < n_kept + e->n_running; i++) {
         Kept there = i < n_kept ? e->kept[i] : what_ran(e->order[i - n_kept]);
         there.n = count_common(t, there.ids, there.n);
         if (there.n <= best.n) continue;
@@ -2631,7 +2823,7 @@ static bool start_text(Engine *e) {
     const Kept from = find_beginning(e, t);
     const size_t len = e->pass->block_len, n = give_up(from.n);
     const int whole = (int)(n / len);
-    for (int i = 0; i < e->n_running; i++) {
+    for (int i = 0; !has_state(e) && i < e->n_running; i++) {
         const Ids *ids = &e->order[i]->ids;
         if (count_common(t, ids->p, ids->n) >= from.n + len) return false;
     }
@@ -2736,7 +2928,8 @@ static int make_rows(Engine *e) {
         for (size_t pos = t->n_run; pos < end; pos++) {
             const bool needed = pos + 1 >= t->target;
             if (n + later == p->batch || n_needed + later == p->logit_rows) break;
-            p->rows[n++] = (Row){t->ids.p[pos], (int)pos, slot->own.blocks.p, needed, t};
+            p->rows[n++] = (Row){t->ids.p[pos], (int)pos, slot->own.blocks.p,
+                                 slot->own.state, NULL, needed, t};
             n_needed += needed;
             slot->rows += pos < t->ids.n;  // draw adds a right guess to n_run
         }
@@ -2796,7 +2989,9 @@ static void prepare_passes(Engine *e, int context) {
     for (int i = 0; i <= e->most_texts; i++) {
         e->kept[i] = (Kept){.ids = alloc(context, sizeof(int), "the texts")};
         e->kept[i].blocks.p = alloc(n, sizeof(int), "the texts");
-        if (i < e->most_texts) e->slots[i].own.blocks.p = alloc(n, sizeof(int), "the texts");
+        if (i == e->most_texts) continue;
+        e->slots[i].own.blocks.p = alloc(n, sizeof(int), "the texts");
+        e->slots[i].own.state = alloc(state_size(&e->model.config), sizeof(float), "the texts");
     }
 }
 
@@ -5193,7 +5388,7 @@ typedef struct {           // W[r] . x[t] for a range of rows r and n tokens t
 // and token 2 experts 2 and 5, then expert is 2 5 7, token is 0 2  0 1 2  1, and place is 0 2 5 6.
 // A model without experts has expert 0 alone, which runs for all tokens.
 typedef struct {
-    float *router_out;     // (batch, n_experts)  see choose_experts
+    float *router_out;     // (batch, n_experts)  see choose_experts. n_experts: all_experts()
     float *share;          // (batch, n_experts)
     _Atomic int n_chosen;  // experts that some token chose (atomic, like place: see Threads)
     int *expert;           // (n_experts)      expert[0 .. n_chosen - 1] are these, ascending
@@ -5208,9 +5403,13 @@ typedef struct Worker {
     Pass *p;
     float *h;          // (batch, dim)         rmsnorm(x); with experts then their outputs' sum
     Quantized h8;      // (batch, dim)         Q8(h)
-    float *q;          // (batch, q_dim)
-    float *a;          // (batch, q_dim)
+    float *q;          // (batch, q_dim)       of a delta layer (delta_dim / DELTA_DIM, batch,
+                       //                      DELTA_DIM): q, k and v, a head's rows side by side
+    float *a;          // (batch, q_dim)       or (batch, delta_v_dim), like the next two
+    float *g;          // (batch, q_dim)       Wg h
     Quantized a8;      // (batch, q_dim)       Q8(a)
+    float *decay;      // (batch, delta_v_heads)  g of the delta rule: see rates_of
+    float *rate;       // (batch, delta_v_heads)  b
     Quantized gate8;   // (batch * max(n_experts_used, 1), hidden_dim)
     Routing *routing;
     int l;             // the layer's number
@@ -5222,7 +5421,19 @@ typedef struct Worker {
 } Worker;
 
 // The pair of this layer and kv head i: see The KV cache
-static int pair_of(const Worker *me, int i) { return me->w->kv_layer * me->c->n_kv_heads + i; }
+static int pair_of(const Worker *me, int i) { return me->w->number * me->c->n_kv_heads + i; }
+
+// Finds head *i of all heads of Wk, Wv, Wq and Wg, each of `width` rows. Returns its matrix, and *i
+// becomes its number there.
+static const Matrix *find_head(const Layer *layer, int width, int *i) {
+    const Matrix *const all[] = {&layer->wk, &layer->wv, &layer->wq, &layer->wg}, *const *w = all;
+    for (; *i >= (*w)->rows / width; w++) *i -= (*w)->rows / width;
+    return *w;
+}
+
+static int count_heads(const Layer *layer, int width) {
+    return (layer->wq.rows + layer->wk.rows + layer->wv.rows + layer->wg.rows) / width;
+}
 
 // A view of x that begins at token t's vector
 INLINE Quantized from_token(const Quantized *x, int t) {
@@ -5639,6 +5850,91 @@ static void attend_all(const Worker *me) {
 }
 
 // ------------------------------------------------------------------------------------------------
+// The delta rule. It goes token by token, as in Part I: chunks of tokens would have other bits. The
+// columns of S do not need each other. So a thread takes some of them and goes through all rows,
+// and a text's stay in its L1 cache. In a state S is (DELTA_DIM / COLUMNS, DELTA_DIM, COLUMNS).
+enum { DELTA_VECS = 4, COLUMNS = DELTA_VECS * LANES };
+_Static_assert(DELTA_DIM % COLUMNS == 0, "whole blocks of columns");
+
+// Part `at` (n) of a row's state, before the row
+static float *take_state(const Row *row, size_t at, size_t n) {
+    if (row->pos == 0) memset(row->state + at, 0, n * sizeof(float));
+    return row->state + at;
+}
+
+static void save_state(const Row *row, size_t at, size_t n) {
+    if (row->saved) memcpy(row->saved + at, row->state + at, n * sizeof(float));
+}
+
+// Head i of all of a delta layer, for all rows: see find_head. q, k and v are convolved while they
+// are in the CPU's caches.
+static void run_delta_head(const Worker *me, int i) {
+    const Config *c = me->c;
+    const Layer *layer = me->w;
+    const Matrix *w = find_head(layer, DELTA_DIM, &i);
+    const bool q = w == &layer->wq, k = w == &layer->wk, gate = w == &layer->wg;
+    const size_t head = q ? i : k ? c->delta_k_heads + i : 2 * c->delta_k_heads + i;
+    const size_t at = head * DELTA_DIM, stride = gate ? c->delta_v_dim : DELTA_DIM;
+    const size_t past = layer->number * layer_state(c) + DELTA_DIM * c->delta_v_dim + PAST * at;
+    float *u = gate ? me->g + i * DELTA_DIM : me->q + at * me->p->batch;
+    multiply(me, u, stride, w, i * DELTA_DIM, DELTA_DIM, &me->h8, me->n, false);
+    for (int t = 0; t < me->n && !gate; t++, u += DELTA_DIM) {
+        const Row *row = &me->p->rows[t];
+        convolve(u, take_state(row, past, PAST * DELTA_DIM), layer->conv + at, c->delta_dim);
+        save_state(row, past, PAST * DELTA_DIM);
+        if (q || k) make_unit(u, q ? 1 / sqrtf(DELTA_DIM) : 1);
+    }
+}
+
+// learn() for columns j .. j + COLUMNS - 1 of a value head's S, for all rows
+static void learn_columns(const Worker *me, int head, int j) {
+    const Config *c = me->c;
+    const size_t size = (size_t)me->p->batch * DELTA_DIM, at = head * DELTA_DIM + j;
+    const size_t S_at = me->w->number * layer_state(c) + at * DELTA_DIM, n = COLUMNS * DELTA_DIM;
+    const float *q = me->q + head / (c->delta_v_heads / c->delta_k_heads) * size;
+    const float *k = q + c->delta_k_heads * size;
+    const float *v = me->q + (2 * c->delta_k_heads + head) * size + j;
+    for (int t = 0; t < me->n; t++, q += DELTA_DIM, k += DELTA_DIM, v += DELTA_DIM) {
+        const VecF g = splat_f(me->decay[t * c->delta_v_heads + head]);
+        const VecF b = splat_f(me->rate[t * c->delta_v_heads + head]);
+        VecF *const S = (VecF *)take_state(&me->p->rows[t], S_at, n), *s = S;
+        VecF d[DELTA_VECS] = {0}, sum[DELTA_VECS] = {0};
+        for (int i = 0; i < DELTA_DIM; i++, s += DELTA_VECS) {
+            UNROLL for (int x = 0; x < DELTA_VECS; x++)
+                d[x] = mul_add_v(s[x], splat_f(k[i]), d[x]);
+        }
+        UNROLL for (int x = 0; x < DELTA_VECS; x++)
+            d[x] = b * ((VecF)load_vector(v + x * LANES) - g * d[x]);
+        s = S;
+        for (int i = 0; i < DELTA_DIM; i++, s += DELTA_VECS) {
+            UNROLL for (int x = 0; x < DELTA_VECS; x++) {
+                s[x] = mul_add_v(splat_f(k[i]), d[x], g * s[x]);
+                sum[x] = mul_add_v(s[x], splat_f(q[i]), sum[x]);
+            }
+        }
+        save_state(&me->p->rows[t], S_at, n);
+        memcpy(me->a + (size_t)t * c->delta_v_dim + at, sum, sizeof(sum));
+    }
+}
+
+// run_delta(), and a8 = Q8(a)
+static void delta_all(const Worker *me) {
+    const Config *c = me->c;
+    const int heads = c->delta_v_heads, dim = c->delta_v_dim;
+    EACH (i, count_heads(me->w, DELTA_DIM), 1) run_delta_head(me, i);
+    EACH (i, me->n * heads, 8) {
+        const float *h = me->h + (size_t)(i / heads) * c->dim;
+        rates_of(c, me->w, h, i % heads, &me->decay[i], &me->rate[i]);
+    }
+    EACH (i, dim / COLUMNS, 1) learn_columns(me, i * COLUMNS / DELTA_DIM, i * COLUMNS % DELTA_DIM);
+    EACH (t, me->n, 1) {
+        float *a = me->a + (size_t)t * dim, *g = me->g + (size_t)t * dim;
+        for (int i = 0; i < dim; i += DELTA_DIM) norm_and_gate(c, me->w, a + i, g + i);
+        quantize_token(&me->a8, t, 0, a, dim, c->group_size);
+    }
+}
+
+// ------------------------------------------------------------------------------------------------
 // The work of a layer, for all rows: the bits of run_layer(), because each sum has its order. For a
 // head, SwiGLU or an expert, a thread multiplies some rows of a matrix with all vectors of a pass,
 // so that weights are read once, and goes on with the result while it is in its caches.
@@ -5653,24 +5949,23 @@ static void norm_all(const Worker *me, const float *w) {
     }
 }
 
-// Head i of all, for all rows: first those of k, then those of v, then those of q.
+// Head i of all of attention, for all rows: see find_head. Keys and values go to the KV cache.
 static void run_head(const Worker *me, int i) {
     const Config *c = me->c;
-    const int head_dim = c->head_dim, n = c->n_kv_heads;
-    const bool k = i < n, v = !k && i < 2 * n;
-    const size_t half = c->rotary_dim / 2;
-    const int head = k ? i : v ? i - n : i - 2 * n, stride = k || v ? head_dim : c->q_dim;
-    const Matrix *w = k ? &me->w->wk : v ? &me->w->wv : &me->w->wq;
-    const float *bias = k ? me->w->bk : v ? me->w->bv : me->w->bq;
-    float *out = k || v ? me->scratch : me->q + head * head_dim;
-    multiply(me, out, stride, w, head * head_dim, head_dim, &me->h8, me->n, false);
+    const int head_dim = c->head_dim;
+    const Matrix *w = find_head(me->w, head_dim, &i);
+    const bool q = w == &me->w->wq, k = w == &me->w->wk, v = w == &me->w->wv, cached = k || v;
+    const size_t half = c->rotary_dim / 2, at = i * head_dim, stride = cached ? head_dim : c->q_dim;
+    const float *bias = q ? me->w->bq : k ? me->w->bk : v ? me->w->bv : NULL;
+    float *out = cached ? me->scratch : (q ? me->q : me->g) + at;
+    multiply(me, out, stride, w, at, head_dim, &me->h8, me->n, false);
     for (int t = 0; t < me->n; t++, out += stride) {
         const float *cos = me->p->cos + t * half, *sin = me->p->sin + t * half;
-        if (bias) add(out, bias + head * head_dim, head_dim);
-        if (!v) norm_and_rope(c, out, k ? me->w->k_norm : me->w->q_norm, cos, sin);
+        if (bias) add(out, bias + at, head_dim);
+        if (q || k) norm_and_rope(c, out, k ? me->w->k_norm : me->w->q_norm, cos, sin);
         for (int j = 0; k && bias && c->cache_bits == 8 && j < head_dim; j++)
-            out[j] -= bias[head * head_dim + j];
-        if (k || v) cache_store(me->p, pair_of(me, head), &me->p->rows[t], out, v);
+            out[j] -= bias[at + j];
+        if (cached) cache_store(me->p, pair_of(me, i), &me->p->rows[t], out, v);
     }
 }
 
@@ -5684,6 +5979,7 @@ static void keep_needed(const Worker *me) {
         me->p->rows[to] = me->p->rows[t];
         memmove(me->p->x + to * dim, me->p->x + t * dim, dim * sizeof(float));
         memmove(me->q + to * q_dim, me->q + t * q_dim, q_dim * sizeof(float));
+        memmove(me->g + to * q_dim, me->g + t * q_dim, me->w->wg.rows * sizeof(float));
         to++;
     }
     me->p->n_needed = (int)to;
@@ -5716,7 +6012,7 @@ static void swiglu_all(const Worker *me) {
 
 // Lists the tokens that chose each expert.
 static void route(const Worker *me) {
-    const int n_experts = me->c->n_experts;
+    const int n_experts = all_experts(me->c);
     Routing *r = me->routing;
     r->n_chosen = 0;  // and place[0] stays 0
     for (int e = 0, n = 0; e < n_experts; e++) {
@@ -5742,7 +6038,7 @@ static void add_outputs(const Worker *me, int begin, int end) {
             multiply(me, out, group, &me->w->w2, e * dim + at, group, &gate8, n, false);
             for (int j = 0; j < n; j++, out += group) {
                 const int t = r->token[place + j];
-                const float share = r->share[(size_t)t * me->c->n_experts + e];
+                const float share = r->share[(size_t)t * all_experts(me->c) + e];
                 float *sum = me->h + (size_t)t * dim + at;
                 for (int i = 0; i < group; i++) sum[i] += share * out[i];
             }
@@ -5756,7 +6052,7 @@ static void add_outputs(const Worker *me, int begin, int end) {
 
 // An expert runs once for all tokens that chose it, so that its weights are read once.
 static void experts_all(const Worker *me) {
-    const int dim = me->c->dim, n_experts = me->c->n_experts;
+    const int dim = me->c->dim, n_experts = all_experts(me->c);
     const Routing *r = me->routing;
     EACH (i, me->n * n_experts, 8) {
         const float *h = me->h + (size_t)(i / n_experts) * dim;
@@ -5777,18 +6073,26 @@ static void experts_all(const Worker *me) {
     SLICES (s, dim / me->c->group_size, 1) add_outputs(me, s.begin, s.end);
 }
 
-static void layer_all(Worker *me) {
+static void attention_all(Worker *me) {
     const Layer *w = me->w;
-    const int q_dim = me->c->q_dim;
-    norm_all(me, w->rms_att);
-    EACH (i, me->c->n_heads + 2 * me->c->n_kv_heads, 1) run_head(me, i);
+    EACH (i, count_heads(w, me->c->head_dim), 1) run_head(me, i);
     if (me->l == me->c->n_layers - 1) {
         EACH (once, 1, 1) keep_needed(me);
         me->n = me->p->n_needed;
     }
     attend_all(me);
-    EACH (t, me->n, 4)
-        quantize_token(&me->a8, t, 0, me->a + (size_t)t * q_dim, q_dim, me->c->group_size);
+    EACH (t, me->n, 4) {
+        float *a = me->a + (size_t)t * w->wo.cols, *g = me->g + (size_t)t * w->wo.cols;
+        for (int i = 0; i < w->wg.rows; i++) a[i] *= sigmoid(g[i]);
+        quantize_token(&me->a8, t, 0, a, w->wo.cols, me->c->group_size);
+    }
+}
+
+static void layer_all(Worker *me) {
+    const Layer *w = me->w;
+    norm_all(me, w->rms_att);
+    if (w->conv) delta_all(me);
+    else attention_all(me);
     matmul_all(me, me->p->x, &w->wo, &me->a8, true);
     norm_all(me, w->rms_ffn);
     if (w->router) {
@@ -5859,13 +6163,15 @@ static void state_init(Model *m) {
     State *s = &m->state;
     const int group = c->group_size, half = c->rotary_dim / 2, context = m->context;
     const size_t size = (size_t)c->n_kv_layers * c->kv_dim * sizeof(float);
+    const int a_dim = max_int(c->q_dim, c->delta_v_dim), experts = all_experts(c);
     const char *cache = no_cache(c, 1, 2.0 * context * size);
     *s = (State){.x = floats(c->dim), .cos = floats(half), .sin = floats(half), .h = floats(c->dim),
-                 .h8 = q8_init(c->dim, group), .q = floats(c->q_dim), .a = floats(c->q_dim),
-                 .a8 = q8_init(c->q_dim, group), .gate = floats(c->hidden_dim),
-                 .up = floats(c->hidden_dim), .gate8 = q8_init(c->hidden_dim, group),
-                 .router_out = floats(c->n_experts), .share = floats(c->n_experts),
-                 .y = floats(c->dim), .out = floats(c->dim), .logits = floats(c->vocab_size),
+                 .h8 = q8_init(c->dim, group), .q = floats(max_int(c->q_dim, c->delta_dim)),
+                 .a = floats(a_dim), .g = floats(a_dim), .a8 = q8_init(a_dim, group),
+                 .gate = floats(c->hidden_dim), .up = floats(c->hidden_dim),
+                 .gate8 = q8_init(c->hidden_dim, group), .router_out = floats(experts),
+                 .share = floats(experts), .y = floats(c->dim), .out = floats(c->dim),
+                 .logits = floats(c->vocab_size), .delta = floats(state_size(c)),
                  .keys = alloc(context, size, cache), .values = alloc(context, size, cache)};
 }
 
@@ -5889,16 +6195,20 @@ static Quantized quantized_init(size_t n, int cols, int group) {
 
 static Pass *pass_init(const Model *m, int batch, int logit_rows, int texts) {
     const Config *c = &m->config;
-    const int widest = max_int(max_int(c->dim, c->q_dim), c->hidden_dim);  // cols of any matrix
-    const int n_experts = max_int(c->n_experts, 1), group = c->group_size;
+    const int a_dim = max_int(c->q_dim, c->delta_v_dim);
+    const int widest = max_int(max_int(c->dim, a_dim), c->hidden_dim);  // cols of any matrix
+    const int n_experts = max_int(all_experts(c), 1), group = c->group_size;
     const int n_blocks = pool_blocks(c, m->context, texts);
-    const size_t n = batch, chosen = n * max_int(c->n_experts_used, 1), half = c->rotary_dim / 2;
+    const size_t n = batch, half = c->rotary_dim / 2;
+    const size_t chosen = n * max_int(c->n_experts_used + c->shared_expert, 1);
     const size_t cache = block_size(c) * sizeof(float);
     Pass *p = activations(1, sizeof(Pass));
     Routing *routing = activations(1, sizeof(Routing));
     const Worker shared = {.c = c, .p = p, .h = floats(n * c->dim),
-                     .h8 = quantized_init(n, c->dim, group), .q = floats(n * c->q_dim),
-                     .a = floats(n * c->q_dim), .a8 = quantized_init(n, c->q_dim, group),
+                     .h8 = quantized_init(n, c->dim, group),
+                     .q = floats(n * max_int(c->q_dim, c->delta_dim)), .a = floats(n * a_dim),
+                     .g = floats(n * a_dim), .a8 = quantized_init(n, a_dim, group),
+                     .decay = floats(n * c->delta_v_heads), .rate = floats(n * c->delta_v_heads),
                      .gate8 = quantized_init(chosen, c->hidden_dim, group), .routing = routing};
     *routing = (Routing){.router_out = floats(n * n_experts), .share = floats(n * n_experts),
                          .n_chosen = 1, .expert = activations(n_experts, sizeof(int)),
@@ -5906,7 +6216,8 @@ static Pass *pass_init(const Model *m, int batch, int logit_rows, int texts) {
                          .token = activations(chosen, sizeof(int)),
                          .h8 = c->n_experts ? quantized_init(chosen, c->dim, group) : shared.h8};
     *p = (Pass){.m = m, .batch = batch, .logit_rows = logit_rows, .n_blocks = n_blocks,
-                .block_len = BLOCK, .draft_rows = TILE_TOKENS, .rows = activations(n, sizeof(Row)),
+                .block_len = BLOCK, .rows = activations(n, sizeof(Row)),
+                .draft_rows = state_size(c) ? 1 : TILE_TOKENS,  // a state can't lose a wrong guess
                 .cache = alloc(n_blocks, cache, no_cache(c, texts, n_blocks * (double)cache)),
                 .cos = floats(n * half), .sin = floats(n * half), .x = floats(n * c->dim),
                 .logits = floats((size_t)logit_rows * c->vocab_size),

@@ -14,7 +14,8 @@ static int *whole_cache(const Pass *p) {
 // Runs n tokens of one text from position pos on. The last `needed` of them are needed.
 static bool forward_text(Pass *p, const int *blocks, const int *tokens, int n, int pos, int needed) {
     for (int t = 0; t < n; t++) {
-        p->rows[t] = (Row){.token = tokens[t], .pos = pos + t, .blocks = blocks, .needed = t >= n - needed};
+        p->rows[t] = (Row){.token = tokens[t], .pos = pos + t, .blocks = blocks, .needed = t >= n - needed,
+                           .state = p->m->state.delta};
     }
     return forward_rows(p, n);
 }

@@ -128,32 +128,53 @@ static Matrix random_matrix_4(int rows, int cols, int group, Matrix *same) {
     return w;
 }
 
-typedef enum { QWEN3, QWEN2, EXPERTS } Kind;
+typedef enum { QWEN3, QWEN2, EXPERTS, DELTA } Kind;
 
 // A random model has POSITIONS positions, two whole spans and a part of a third. WIDEST is the largest
 // head_dim with which attention is tested.
 enum { POSITIONS = 2 * SPAN + 90, WIDEST = 132 };
 
+static void make_delta(const Config *c, Layer *l) {
+    float *forget = random_floats(c->delta_v_heads);
+    for (int i = 0; i < c->delta_v_heads; i++) forget[i] = fabsf(forget[i]) / 4;
+    l->wq = random_matrix(c->delta_k_dim, c->dim, c->group_size);
+    l->wk = random_matrix(c->delta_k_dim, c->dim, c->group_size);
+    l->wv = random_matrix(c->delta_v_dim, c->dim, c->group_size);
+    l->wg = random_matrix(c->delta_v_dim, c->dim, c->group_size);
+    l->wo = random_matrix(c->dim, c->delta_v_dim, c->group_size);
+    l->conv = random_floats((PAST + 1) * c->delta_dim);
+    l->forget = forget;
+    l->dt_bias = random_floats(c->delta_v_heads);
+    l->o_norm = random_floats(DELTA_DIM);
+    l->wa = random_floats(c->delta_v_heads * c->dim);
+    l->wb = random_floats(c->delta_v_heads * c->dim);
+}
+
 // A model in memory: two query heads per kv head; no rows of whole tiles.
 // EXPERTS: 3 of 7, of which two are always equally likely; rope rotates half of a head. The last layer is the
-// first in the cache: so nobody takes one number for the other.
+// first in the cache: so nobody takes one number for the other. DELTA: so do those with a delta rule, the first
+// and the third of four; also experts, of which one is shared.
 static Model random_model(int group, int head_dim, Kind kind) {
-    Model m = {.config = {.dim = 2 * group, .hidden_dim = 3 * group, .n_layers = 2, .n_heads = 4,
+    Model m = {.config = {.dim = 2 * group, .hidden_dim = 3 * group, .n_layers = kind == DELTA ? 4 : 2, .n_heads = 4,
                           .n_kv_heads = 2, .vocab_size = 77, .max_seq_len = POSITIONS, .head_dim = head_dim,
                           .group_size = group, .rope_theta = 1e4f, .rms_norm_eps = 1e-6f}};
     Config *g = &m.config;
     g->q_dim = g->n_heads * head_dim;
     g->kv_dim = g->n_kv_heads * head_dim;
-    g->rotary_dim = kind == EXPERTS ? head_dim / 2 : head_dim;
-    g->n_kv_layers = g->n_layers;
-    if (kind == EXPERTS) g->n_experts = 7, g->n_experts_used = 3;
+    g->rotary_dim = kind >= EXPERTS ? head_dim / 2 : head_dim;
+    g->n_kv_layers = 2;
+    if (kind >= EXPERTS) g->n_experts = 7, g->n_experts_used = 3;
+    if (kind == DELTA) {
+        g->shared_expert = 1, g->attention_every = 2, g->delta_k_heads = 2, g->delta_v_heads = 4;
+        g->delta_k_dim = 2 * DELTA_DIM, g->delta_v_dim = 4 * DELTA_DIM, g->delta_dim = 8 * DELTA_DIM;
+    }
     m.weights.embedding = random_matrix(g->vocab_size, g->dim, group);
     m.weights.classifier = random_matrix(g->vocab_size, g->dim, group);
     m.weights.rms_final = random_floats(g->dim);
     m.weights.layers = alloc(g->n_layers, sizeof(Layer), "a test");
     for (int i = 0; i < g->n_layers; i++) {
         Layer *l = &m.weights.layers[i];
-        l->kv_layer = g->n_layers - 1 - i;
+        l->number = (g->n_layers - 1 - i) * 2 / g->n_layers;
         l->rms_att = random_floats(g->dim);
         l->rms_ffn = random_floats(g->dim);
         l->q_norm = random_floats(head_dim);
@@ -168,12 +189,14 @@ static Model random_model(int group, int head_dim, Kind kind) {
         l->wk = random_matrix(g->kv_dim, g->dim, group);
         l->wv = random_matrix(g->kv_dim, g->dim, group);
         l->wo = random_matrix(g->dim, g->q_dim, group);
-        const int experts = max_int(g->n_experts, 1);
+        if (kind == DELTA) l->wg = random_matrix(g->q_dim, g->dim, group);
+        if (kind == DELTA && i % 2 == 0) make_delta(g, l);
+        const int experts = max_int(all_experts(g), 1);
         l->w1 = random_matrix(experts * g->hidden_dim, g->dim, group);
         l->w3 = random_matrix(experts * g->hidden_dim, g->dim, group);
         l->w2 = random_matrix(experts * g->dim, g->hidden_dim, group);
-        if (kind == EXPERTS) {
-            float *router = random_floats((size_t)g->n_experts * g->dim);
+        if (kind >= EXPERTS) {
+            float *router = random_floats((size_t)all_experts(g) * g->dim);
             memcpy(router + 2 * g->dim, router + 5 * g->dim, g->dim * sizeof(float));
             l->router = router;
         }
@@ -600,7 +623,8 @@ static void test_batches(void) {
     int tokens[60];
     for (int i = 0; i < 60; i++) tokens[i] = below(77);
     for (int head_dim = 32; head_dim <= 112; head_dim += 16) {  // 48, 80, 112: no whole vectors
-        const Kind kind = head_dim == 48 || head_dim == 64 ? QWEN2 : head_dim == 80 ? EXPERTS : QWEN3;
+        const Kind kind = head_dim == 48 || head_dim == 64 ? QWEN2 : head_dim == 80 ? EXPERTS
+            : head_dim == 96 ? DELTA : QWEN3;
         const int bits = head_dim % 32 ? 8 : 32;
         uint64_t same = rng;
         float *expected = NULL;
@@ -623,9 +647,20 @@ static void test_batches(void) {
     }
 }
 
-// Layers of all kinds of models, bit for bit as forward() defines them; the cache, too; then the logits
+// Where Part I has element i of a state of one layer: Part III has blocks of columns of S
+static size_t index_in_layer(const Config *c, size_t i) {
+    const size_t blocks = DELTA_DIM / COLUMNS, block = i / (COLUMNS * DELTA_DIM), row = i / COLUMNS % DELTA_DIM;
+    if (i >= (size_t)c->delta_v_dim * DELTA_DIM) return i;
+    return (block / blocks * DELTA_DIM + row) * DELTA_DIM + block % blocks * COLUMNS + i % COLUMNS;
+}
+
+static size_t index_of_state(const Config *c, size_t i) {
+    return i - i % layer_state(c) + index_in_layer(c, i % layer_state(c));
+}
+
+// Layers of all kinds of models, bit for bit as forward() defines them; cache and states, too; then the logits
 static void test_layers(void) {
-    for (int i = 0; i < 2 * (EXPERTS + 1); i++) {
+    for (int i = 0; i < 2 * (DELTA + 1); i++) {
         for (int n = 1; n <= 40; n += 13) {
             const Kind kind = i / 2;
             Model m = random_model(32, kind == QWEN2 ? 48 : 64, kind);
@@ -633,21 +668,31 @@ static void test_layers(void) {
             Pass *p = random_pass(&m, 40);
             const Config *c = &m.config;
             const int *blocks = scattered(p);
-            for (int l = 0; l < 2; l++) fill_cache(start_layer(p, l, 0), blocks, 300);
+            const size_t size = state_size(c);
+            float *state = random_floats(size), *saved = random_floats(size), *before = random_floats(size);
+            for (int l = 0; l < c->n_layers; l++)
+                if (!m.weights.layers[l].conv) fill_cache(start_layer(p, l, 0), blocks, 300);
+            for (size_t j = 0; j < size; j++) m.state.delta[index_of_state(c, j)] = state[j];
             for (int t = 0; t < n; t++) {
-                p->rows[t] = (Row){.token = below(77), .pos = 250 + t, .blocks = blocks, .needed = true};
+                p->rows[t] = (Row){.token = below(77), .pos = 250 + t, .blocks = blocks, .needed = true,
+                                   .state = state, .saved = t == n / 2 ? saved : NULL};
             }
             CHECK(forward_rows(p, n));
             const float *logits = classify(p, n);
             for (int t = 0; t < n; t++, logits += 77) {
                 const Row *row = &p->rows[t];
                 CHECK(forward(&m, row->token, row->pos));
+                if (t == n / 2) memcpy(before, m.state.delta, size * sizeof(float));
                 CHECK(!memcmp(p->x + t * c->dim, m.state.x, c->dim * sizeof(float)), "row %d", t);
                 CHECK(!memcmp(logits, compute_logits(&m), 77 * sizeof(float)), "kind %d, row %d", kind, t);
             }
+            for (size_t j = 0; j < size; j++) {
+                CHECK(state[j] == m.state.delta[index_of_state(c, j)], "rows %d, state %zu", n, j);
+                CHECK(saved[j] == before[index_of_state(c, j)], "rows %d, saved %zu", n, j);
+            }
             for (int i = 0; i < 2 * 300 * c->kv_dim; i++) {
-                const int l = i / (300 * c->kv_dim), pos = i / c->kv_dim % 300, h = i / c->head_dim % c->n_kv_heads;
-                const size_t pair = m.weights.layers[l].kv_layer * c->n_kv_heads + h;
+                const int l = i / (300 * c->kv_dim) * (c->n_layers / 2) + (kind == DELTA), pos = i / c->kv_dim % 300, h = i / c->head_dim % c->n_kv_heads;
+                const size_t pair = m.weights.layers[l].number * c->n_kv_heads + h;
                 const Row at = {.pos = pos, .blocks = blocks};
                 const int j = i % c->head_dim;
                 CHECK(number_of(p, pair, &at, j, false) == in_cache(&m, m.state.keys, l, pos, h)[j], "layer %d, position %d", l, pos);

@@ -121,13 +121,20 @@ FIELDS = {"qwen3": [
         1: "bad rope_scaling, expected 0 or 2, found 1; export it again by this version's export.py"}),  # an older YaRN
     Field("bad rope_factor", 0x3C, "f", values=(1.0,), harmless=(-0.0,)),
     *[Field("unknown field", at, harmless=(0,))
-      for at in (*range(0x40, 0x54, 4), *range(0x70, 0x80, 4), 0x84, 0xFC)],
-    *[Field("unknown field", at, "B") for at in (0x85, 0xFF)],
+      for at in (*range(0x40, 0x54, 4), *range(0x70, 0x80, 4), 0x9C, 0xFC)],
+    *[Field("unknown field", at, "B") for at in (0x9D, 0xFF)],
     Field("bad eight_bits", 0x6C, values=(4, 127, 128), harmless=(0,)), Field("bad eight_bits", 0x6D, "B"),
     Field("bad panels", 0x80, values=(3, 16), elsewhere={0: SIZE}), Field("bad panels", 0x83, "B"),
     Field("bad n_experts,", 0x5C, values=(4097,), harmless=(0,), elsewhere={1: "bad n_experts_used", 4096: "bad n_experts_used"}),
     Field("bad n_experts_used", 0x60, harmless=(0,)), Field("bad no_topk_norm", 0x64, harmless=(0,)),
     Field("bad layer_bits", 0x68, values=(2, 8), harmless=(0,), elsewhere={4: "bad levels"}),
+    Field("bad attention_every", 0x84, values=(2, 3, 4096, 4097), harmless=(0,),
+          elsewhere={2: "bad delta_k_heads", 3: "bad n_layers", 4096: "bad n_layers"}),
+    Field("bad delta_k_heads", 0x88, values=(128, 129), harmless=(0,)),
+    Field("bad delta_v_heads", 0x8C, values=(256, 257), harmless=(0,)),
+    Field("bad rotary_dim", 0x90, values=(2, 3, 30, 32, 34), harmless=(0, 2, 30, 32)),
+    Field("bad gated_attention", 0x94, values=(2,), harmless=(0,), elsewhere={1: SIZE}),
+    Field("bad shared_expert", 0x98, values=(2,), harmless=(0,)),
     Field("bad qkv_bias", 0x54, values=(2,), harmless=(0,), elsewhere={1: SIZE}),
     Field("bad no_qk_norm", 0x58, values=(2,), harmless=(0,), elsewhere={1: SIZE}),
 ], "scaled rope": [
@@ -136,7 +143,7 @@ FIELDS = {"qwen3": [
     *[Field("unknown field", at, harmless=(0,)) for at in range(0x40, 0x54, 4)],
 ], "4 bits": [
     Field("bad layer_bits", 0x68, values=(2, 8), elsewhere={0: "unknown field"}),
-    Field("bad eight_bits", 0x6C, values=(127, 128, 129), elsewhere=dict.fromkeys((0, 3, 5, 8, 127), SIZE)),
+    Field("bad eight_bits", 0x6C, values=(127, 128, 129, 255, 256), elsewhere=dict.fromkeys((0, 3, 5, 8, 127), SIZE)),
     Field("bad panels", 0x80, elsewhere={0: SIZE}),
 ], "experts": [
     Field("bad n_experts,", 0x5C, values=(4097, 2, 8), elsewhere={
@@ -144,6 +151,7 @@ FIELDS = {"qwen3": [
     Field("bad n_experts_used", 0x60, values=(5, 4), harmless=(1, 3, 4)),
     Field("bad no_topk_norm", 0x64, values=(2,), harmless=(0,)),
     base_field("hidden_dim", 2**20, elsewhere={64: SIZE, 256: SIZE, 2**20: SIZE}),
+    Field("bad shared_expert", 0x98, values=(2,), harmless=(0,), elsewhere={1: SIZE}),
 ], "qwen2": [Field("bad qkv_bias", 0x54, elsewhere={0: SIZE}), Field("bad no_qk_norm", 0x58, elsewhere={0: SIZE})]}
 
 
@@ -159,6 +167,22 @@ def test_header_field(files, name, field):
         words = "expected", field.elsewhere.get(value, field.word)
         files(name).check(value not in field.harmless and words,
                           patched(data, field.kind, field.offset, value), None, "-c", "64")
+
+
+@pytest.mark.parametrize("words, numbers", [
+    ("bad delta_k_heads, expected 0 without attention_every", {0x88: 1, 0x8C: 1}),
+    ("bad delta_v_heads, expected a multiple of delta_k_heads", {0x84: 2, 0x88: 2}),
+    ("bad delta_v_heads, expected a multiple of delta_k_heads", {0x84: 2, 0x88: 2, 0x8C: 3}),
+    ("bad delta_v_heads, expected it * 128 to be a multiple of group_size", {0x2C: 256, 8: 256, 12: 256, 0x14: 8, 0x84: 2, 0x88: 1, 0x8C: 1}),
+    ("bad head_dim, expected a multiple of 16 with a gate", {0x24: 40, 0x14: 8, 0x18: 8, 0x94: 1}),
+    ("bad qkv_bias, expected 0 with delta layers", {0x54: 1, 0x84: 2, 0x88: 1, 0x8C: 1}),
+    ("bad n_layers, expected a multiple of attention_every", {0x10: 3, 0x84: 2, 0x88: 1, 0x8C: 1}),
+    (SIZE, {0x84: 2, 0x88: 1, 0x8C: 3})], ids=str)
+def test_numbers_of_delta_layers(files, words, numbers):
+    data = files().model_bytes
+    for at, value in numbers.items():
+        data = patched(data, "I", at, value)
+    files().check([words], data)
 
 
 def test_integers_are_no_floats(files):
@@ -535,7 +559,7 @@ def test_newer_formats(files):
     at = f.tokenizer_bytes.index(b"q3tx")
     for model, tokenizer, word in (
             (patched(f.model_bytes, "I", 4, 9), None, f"bad version, expected 1, found 9; export it again {older}"),
-            (patched(f.model_bytes, "I", 0x84, 9), None, f"field at 0x84, expected 0, found 9; export it again {older}"),
+            (patched(f.model_bytes, "I", 0x9C, 9), None, f"field at 0x9c, expected 0, found 9; export it again {older}"),
             (None, patched(f.tokenizer_bytes, "I", at + 4, 9), older),
             (None, with_sections(f.tokenizer_bytes, b"xxxx", b""), f'section "xxxx"; {newer}')):
         assert b"copy" not in f.check([word], model, tokenizer).stderr
