@@ -1952,7 +1952,8 @@ static bool take_section(Cursor *in, Tokenizer *tok) {
     else if (!strcmp(tag, "chat")) take_chat(in, &tok->chat);
     else if (!strcmp(tag, "begn")) tok->chat.begun = take_bytes(in, in->rest.n);
     else if (!strcmp(tag, "syst")) tables->systems = true;
-    else if (!strcmp(tag, "join")) tables->join = take_bytes(in, min_size(in->rest.n, LONGEST_STRIP));
+    else if (!strcmp(tag, "join"))
+        tables->join = take_bytes(in, min_size(in->rest.n, LONGEST_STRIP));
     else if (!strcmp(tag, "gues")) tables->guessed_chat = true;
     else if (!strcmp(tag, "from")) tables->from = take_bytes(in, in->rest.n);
     else if (!strcmp(tag, "mode")) TAKE(tables, mode, 0, N_MODES - 1);
@@ -2651,7 +2652,8 @@ typedef struct Engine {  // the program's state
     uint64_t rng;      // of the conversation's next answer
     bool dialogue;     // a conversation at a terminal: it goes on after a wrong message
     Buffer not_utf8;   // the notice of the first text that is not UTF-8
-    bool gave_notices, gave_blank_choice, gave_blank_prompt, gave_not_utf8, gave_escape;  // each is given once
+    bool gave_notices, gave_blank_choice, gave_blank_prompt, gave_not_utf8;  // each is given once
+    bool gave_escape;
 } Engine;
 
 // With -DPLAIN the next five functions differ. go_back makes n_run n or less, with -DPLAIN 0: the
@@ -3926,7 +3928,6 @@ static const struct { const char *begin, *what; } no_texts[] = {
     {"\xFF\xFE", UTF_16}, {"\xFE\xFF", UTF_16}, {"%PDF-", "a PDF, expected text: pdftotext"},
     {"PK\3\4", "a ZIP file (DOCX, XLSX, ODT), expected text: pandoc -t plain, or unzip"},
     {"\x1F\x8B", "a gzip file, expected text: gzip -dc"}, {"PAR1\x15", "Parquet, expected text"},
-    {"\x28\xB5\x2F\xFD", "a zstd file, expected text: zstd -dc"},
     {"\x89PNG", "a PNG image, expected text"}, {"\xFF\xD8\xFF", "a JPEG image, expected text"}};
 
 // Drops U+FEFF, the byte order mark, from the start of a file. Returns NULL, or what is wrong.
@@ -4474,7 +4475,8 @@ static int json_message(Json *j, Conversation *talk) {
     while (role >= 0 && !bytes_are(bytes_of(j->text), roles[role])) role--;
     if (role == 3) role = SYSTEM;  // OpenAI's newer name for it
     json_check(j, *j->rest.p == '{', "messages", "{\"role\": ..., \"content\": ...} " EACH_A_LINE);
-    json_check(j, role >= 0, "role", name.rest.n ? "system, user or assistant" : "one " EACH_A_LINE);
+    json_check(j, role >= 0, "role",
+               name.rest.n ? "system, user or assistant" : "one " EACH_A_LINE);
     for (int i = 0; i < 4 && !j->ignored.n; i++) {
         const Json value = json_member(*j, unread[i]);
         if (memchr("[{\"", json_byte(&value), 3)) buffer_print(&j->ignored, ", %s", unread[i]);
@@ -4618,12 +4620,12 @@ static void write_line(List *l) {
     const size_t known = min_size(l->tail.n, line.n);
     size_t same = 0;  // bytes
     while (same < known && l->tail.p[same] == line.p[same]) same++;
-    if (same < known && line.p[same - (same > 0)] == '\\' && l->tail.p[same] == 'u')
-        die("%s: line %zu is a version's before 7.0 (\\u000a, now \\n), expected this one's: that "
-            "version can go on, or take a new FILE", l->e->options.out, l->written + 1);
+    const bool older = same && same < known && line.p[same - 1] == '\\' && l->tail.p[same] == 'u';
     if (same < known)
-        die("%s: another run's (line %zu), expected this one's or a new FILE: the list, a prompt, "
-            "the model, an option or the build has changed", l->e->options.out, l->written + 1);
+        die("%s: another run's (line %zu), expected this one's or a new FILE: %s",
+            l->e->options.out, l->written + 1,
+            older ? "it has \\u000a or the like for \\n; the version before 7.0 can go on with it"
+                  : "the list, a prompt, the model, an option or the build has changed");
     buffer_cut(&l->tail, known);
     write_results(bytes_from(line, known));
     free(buffer->p);
@@ -4660,8 +4662,7 @@ static void end_line(List *l, size_t number, const Text *t, const char *error) {
 
 #define CSV_TO_JSON \
     "if this is CSV: python3 -c 'import csv, json, sys; [print(json.dumps(row)) for row in " \
-    "csv.DictReader(sys.stdin, delimiter=\",\")]' makes objects, jq -c '.text = .NAME' of these " \
-    "a list for -L"
+    "csv.DictReader(sys.stdin, delimiter=\",\")]' makes objects, for -L"
 
 static void warn_of_line(const List *l, const char *what) {
     warn("%.600s: line %zu %s", l->in.name, l->read + 1, what);
@@ -4782,7 +4783,8 @@ static void add_line(List *l, Bytes line) {
 // But the oldest one is taken to need its age once more at least, because it may be the last.
 static void show_texts(const List *l) {
     const double lines = l->in.ended ? l->read : floor(l->size * l->read / fmax(l->in.taken, 1));
-    const double all = fmax(lines - l->in_file - l->failed, 0), time = now(), seconds = time - progress.start;
+    const double all = fmax(lines - l->in_file - l->failed, 0);
+    const double time = now(), seconds = time - progress.start;
     const double age = l->e->n_texts > 0 ? time - l->e->order[0]->slot->start : 0;
     const double done = fmax((double)l->read - l->e->n_texts - l->in_file - l->failed, 0);
     const char *about = l->in.ended ? "" : "about ";
