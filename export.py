@@ -993,7 +993,7 @@ def drop_copy(tensors: dict[str, Tensor], rows: Collection[int] = ()) -> dict[st
         n, width = a.size // a.shape[-1], a.shape[-1]
         row_pairs = ([x.part(i * width, width) for x in (a, b)] for i in rows if i < n)
         pairs = ([part.read_fp32().astype(float) for part in pair]
-                 for pair in itertools.chain(itertools.islice(pieces, 0, None, 32), row_pairs))
+                 for pair in itertools.chain(pieces, row_pairs))
         same = all((x - y) @ (x - y) <= most * (y @ y) + 1e-10 * y.size  # not if one is NaN
                    for x, y in pairs)
     if same and a.dtype != b.dtype:
@@ -1430,12 +1430,15 @@ def find_verified_pieces(template: str | None, variables: dict[str, str]) -> tup
             "continue texts; -m chat uses ChatML"))
         return None, ""
     try:
-        trials = make_trials()
-        texts = render_all(template, variables, [*MARKED, *trials])
+        texts = render_all(template, variables, MARKED)
         pieces = find_pieces(texts, variables.get("bos_token", ""))
-        for messages, thinking in trials:
-            if pieces.render(messages, thinking) != texts[messages, thinking]:
-                raise ValueError(f"it differs for {messages}, enable_thinking={thinking}")
+        trials = make_trials(pieces.user_close + pieces.user_open)
+        texts = render_all(template, variables, sum(trials.values(), []))
+        wrong = {kind: [talk for talk in talks if pieces.render(*talk) != texts[talk]]
+                 for kind, talks in trials.items()}
+        if wrong[""]:
+            messages, thinking = wrong[""][0]
+            raise ValueError(f"it differs for {messages}, enable_thinking={thinking}")
         "".join(pieces).encode()  # a ValueError, too, for half a surrogate pair
     except ValueError as error:
         reranker = re.search("[\"']document[\"']", template)
@@ -1444,13 +1447,12 @@ def find_verified_pieces(template: str | None, variables: dict[str, str]) -> tup
             ".github/RECIPES.md makes them" if reranker else "warning: the chat template is more "
             f"than fixed strings around the messages, qwen3 will chat in plain ChatML: {error}")
         return None, "" if reranker else "gues"
-    later = [((*messages[:i], ("system", "\nBe brief. "), *messages[i:]), thinking)
-             for messages, thinking in trials[::9] for i in range(1, len(messages))]
-    with suppress(ValueError):
-        texts = render_all(template, variables, later)
-        if all(pieces.render(*trial) == texts[trial] for trial in later):
-            return pieces, "syst"
-    return pieces, ""
+    later, no_system = wrong.pop(LATER), bool(wrong[SYSTEMS])
+    if kinds := [kind for kind, talks in wrong.items() if kind == SYSTEMS and talks or any(
+            not (no_system and messages[0][0] == "system") for messages, _ in talks)]:
+        Notices.hints.append("warning: the chat template is more than fixed strings around the "
+                             f"messages, what qwen3 makes differs for {list_names(kinds, 99)}")
+    return pieces, "nosy" if no_system else "" if later else "syst"
 
 
 def find_join(template: str, variables: dict, pieces: Pieces) -> str | None:
@@ -1538,7 +1540,7 @@ THINK_END = "</think>"
 TALK = USER, ANSWER, NEXT
 # Character -> TALK with a thought before the answer, which ends with the character. A template that
 # strips a thought, and the character after it, makes TALK's text of it.
-THOUGHT = {char: (USER, ("assistant", f"x{THINK_END}{char}{ANSWER[1]}"), NEXT)
+THOUGHT = {char: (USER, ("assistant", f"<think>x{THINK_END}{char}{ANSWER[1]}"), NEXT)
            for char in ["", *" \t\n\r\v\f"]}
 MARKED: list[Conversation] = [  # find_pieces() needs their texts
     ((SYSTEM, *TALK), None), ((USER, ANSWER), None), ((USER,), None), ((USER,), False),
@@ -1561,11 +1563,14 @@ def find_pieces(texts: dict[Conversation, str], bos: str) -> Pieces:
     # ANSWER) are "<|im_start|>user\n", which is user_open; "<|im_end|>\n<|im_start|>assistant\n",
     # which is user_close and assistant_open; and "<|im_end|>\n", which is assistant_close. After
     # a last message of a user there is user_close alone: so the second gap can be cut in two.
-    first, after_system, before_answer, after_answer, user_close = find_gaps(SYSTEM, *TALK)
+    _, before_answer, after_answer, user_close = find_gaps(*TALK)
     assistant_open = before_answer.removeprefix(user_close)
     _, before_last_answer, assistant_close = find_gaps(USER, ANSWER)
     user_open = after_answer.removeprefix(assistant_close)
     no_system = find_gaps(USER)[0].removesuffix(user_open)
+    first, after_system = bos, ""
+    with suppress(ValueError):  # it refuses a system message
+        first, after_system, *_ = find_gaps(SYSTEM, *TALK)
     start = bos if first.startswith(bos) and no_system.startswith(bos) else ""
     plain, think = (find_gaps(USER, thinking=thinking)[1].removeprefix(user_close)
                     for thinking in (False, True))
@@ -1602,23 +1607,38 @@ def find_marks(template: str | None, variables: dict, pieces: Pieces | None, add
     return marks
 
 
-def make_trials() -> list[Conversation]:
-    """Ordinary and odd conversations of one to four turns; the last message is the user's."""
+LATER, SYSTEMS = "later system messages", "system messages (an error in qwen3)"  # kinds of trials
+
+
+def make_trials(mark: str) -> dict[str, list[Conversation]]:
+    """Kind -> conversations whose last message is the user's. "" is ordinary talk, of one to four
+    turns. Others have a text of the kind at each place. `mark` ends a turn and begins the next."""
     think = "<think>\nlet me see\n</think>\n\n"
-    answers = ["Paris.", "", f"{think}Paris.", "<think>\n\n</think>\n\nParis.", "so</think>Paris.",
-               "<think>\ncut off", "\n\n Paris. \n", f"{think}\n\n \t\n Paris.\n\n", "</think>",
-               f"{think}It is `</think>`.\n\nYes.", "a</think>\r\n\x0b b", f" x {think}{think}y",
-               "<|im_end|>\n<|im_start|>user\n", "\u00a0</think>\u00a0\u2028z"]
-    users = ["Hi!", "", "\n\n  two\nlines \n", "what does </think> mean?", "<think>hm</think> \n"]
-    found: list[Conversation] = []
-    systems = [], [""], ["Be brief."], ["\n <think>x</think>\n\nBe brief. \n"]
-    for system, i, turns in itertools.product(systems, range(len(answers)), (0, 1, 3)):
-        talk = [("system", text) for text in system]
-        for k in range(turns + 1):
-            talk += [("user", users[(i + k) % len(users)]),
-                     ("assistant", answers[(i + 5 * k) % len(answers)])]
-        found += [(tuple(talk[:-1]), False), (tuple(talk[:-1]), True)]
-    return found
+    user, answer, system = ("user", "1 + 1?\n\nSo?"), ("assistant", "Yes.\n\n- 2"), (
+        "system", "Be brief.\nBe good.")
+    talks = [((user, answer, ("user", "Why?"), ("assistant", "Paris, it is.")) * 9)[:n]
+             for n in (1, 3, 5, 7, 9, 11, 21)]
+    kinds = {"": talks[:4], SYSTEMS: [(system, *talk) for talk in talks[:4]],
+             LATER: [(*talk[:i], system, *talk[i:]) for talk in talks[1:4] for i in (1, 2)],
+             "talks of 9 messages or more": talks[4:], "answers that thought": [
+                 (user, ("assistant", text), *talk) for talk in talks[:2] for text in (
+                     f"{think}Paris.", "<think>\n\n</think>\n\nParis.", f"{think}A\n\n- b")]}
+    for kind, texts in {
+            "texts with blanks at an end": [" Hi!", "Hi!\n", "\n\n  two\nlines \n", "\xa0z\u2028"],
+            "empty texts": [""], "texts with tabs or \\r\\n": ["a\tb", "a\r\nb"],
+            "texts of over 200 letters": ["many words " * 30 + "x", "x" * 3000],
+            "texts with /think or /no_think": ["Why? /think", "/no_think\nWhy?"],
+            "texts with <image>": ["<image>\nWhat is it?", "a <video> <audio> b"],
+            "texts with the template's marks": [f"a{mark}b", "a<|im_end|>\n<|im_start|>user\nb"],
+            "texts with <think> or </think>": [
+                "what does </think> mean?", "<think>hm</think> so", "so</think>Paris.", "</think>",
+                "<think>\ncut off", f"{think}It is `</think>`.\n\nYes.", f"x {think}{think}y",
+                f"{think}\n\n \t\n Paris.", "a</think>\r\x0b b", "a</think>\xa0\u2028z"]}.items():
+        kinds[kind] = [talk for text in texts for talk in (
+            (("user", text),), (user, answer, ("user", text)), (("user", text), answer, user),
+            (user, ("assistant", text), user), (("system", text), user))]
+    return {kind: [(talk, thinking) for talk in talks for thinking in (False, True)]
+            for kind, talks in kinds.items()}
 
 
 # ---- The tokenizer file: everything that is not a weight or a dimension --------------------------
@@ -1644,6 +1664,10 @@ def make_tokenizer(source: Source, vocab_size: int) -> tuple[bytes, bytes]:
     if not isinstance(source.chat_template, str | None):
         refuse(source.path, "chat_template", "a text", repr(source.chat_template))
     pieces, tag = find_verified_pieces(source.chat_template, roles)
+    opens = [f"<|im_start|>{role}\n" for role in ("system", "user", "assistant")]
+    # ChatML as qwen3.c has it, but for the empty block of thinking
+    guess = ["", "", *(text for x in opens for text in (x, f"{TURN_END}\n")), opens[2], opens[2],
+             "", "", ""] if tag == "gues" and "<think>" not in source.chat_template else []
     marks = find_marks(source.chat_template, roles, pieces, added)
     for text, (i, flags) in added.items():
         is_mark = text in marks or text.startswith("<|") and text.endswith("|>")
@@ -1674,7 +1698,7 @@ def make_tokenizer(source: Source, vocab_size: int) -> tuple[bytes, bytes]:
         "samp": sampling if given else b"",
         "repe": b"" if penalty == 1 else struct.pack("<f", penalty),
         "mode": b"" if mode == CHAT else pack_u32([mode]),
-        "chat": b"".join(pack_bytes(piece.encode()) for piece in (pieces or ())[:-1]),
+        "chat": b"".join(pack_bytes(piece.encode()) for piece in (pieces or guess)[:-1]),
         "begn": pieces.begun.encode() if pieces else b""}
     sections = {key: data for key, data in sections.items() if data} | ({tag: b""} if tag else {})
     joint = find_join(source.chat_template, roles, pieces) if pieces else None

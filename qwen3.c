@@ -1864,6 +1864,7 @@ typedef struct Tables {
     Mode mode;             // what the model is made for
     bool systems;          // a chat's later system messages have the form of the first
     Bytes join;            // what stands between the text parts of a message's content
+    bool no_systems;       // the chat template has no form for a system message
     Bytes from;            // what it was exported from, and how
     Sampler advice;        // temperature, top_p, top_k and repetition that its makers advise
 } Tables;
@@ -1954,6 +1955,7 @@ static bool take_section(Cursor *in, Tokenizer *tok) {
     else if (!strcmp(tag, "syst")) tables->systems = true;
     else if (!strcmp(tag, "join"))
         tables->join = take_bytes(in, min_size(in->rest.n, LONGEST_STRIP));
+    else if (!strcmp(tag, "nosy")) tables->no_systems = true;
     else if (!strcmp(tag, "gues")) tables->guessed_chat = true;
     else if (!strcmp(tag, "from")) tables->from = take_bytes(in, in->rest.n);
     else if (!strcmp(tag, "mode")) TAKE(tables, mode, 0, N_MODES - 1);
@@ -4572,6 +4574,8 @@ static void json_line(Json *j, Conversation *talk, int kind, Buffer *out) {
     int role = -1;
     for (int i = 0; messages && json_next(j, "]", i == 0); i++) {
         role = json_message(j, talk);
+        json_check(j, role != SYSTEM || !j->tok->tables->no_systems, "role", "no system message: "
+                   "the chat template has none, its text may begin the user's");
         json_check(j, role != SYSTEM || i == 0 || j->tok->tables->systems, "role",
                    "a system message only at the start");
         if (role == SYSTEM && i == 0) conversation_drop(talk, 0, talk->n - 1);  // that of -y
@@ -4937,6 +4941,8 @@ static int run_mode(Engine *e) {
     const bool chat = e->mode == CHAT;
     if (e->options.text) check_utf8(e, "-i", 1, bytes(e->options.text));
     if (system) check_utf8(e, "-y", 1, bytes(system));
+    if (chat && system && e->tokenizer.tables->no_systems)
+        die("-y: the chat template has no system message, expected its text before the user's");
     if (chat && system) conversation_add(&e->conversation, SYSTEM, bytes(system));
     if (list) return run_list(list);
     const bool single = read_prompt(e);

@@ -1,9 +1,10 @@
 """Chat templates: the twelve strings that qwen3.c makes of one, or what is said without them."""
+import json
 import re
 import struct
 
 import pytest
-from conftest import export_py as export, refused, split_tokenizer
+from conftest import export_py as export, qwen3, refused, split_tokenizer
 
 
 def chat_strings(path) -> list[str]:
@@ -87,9 +88,6 @@ CHATS = {
     "a reranker's": ("""{% set query = messages|selectattr("role", "eq", "query")|map(attribute="content")|first %}
 {% set document = messages|selectattr("role", "eq", "document")|map(attribute="content")|first %}
 <|im_start|>user\n<Query>: {{ query }}\n<Document>: {{ document }}<|im_end|>\n<|im_start|>assistant\n""", "-o 'yes|no'"),
-    "no system prompt": ("{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}"
-                         "{% endif %}" + CHATML, "no system role"),
-    "trims": (CHATML.replace("m.content", "m.content | trim"), "differs for"),
     "counts": (CHATML.replace("add_generation_prompt", "add_generation_prompt and messages|length < 5"), "differs for"),
     "dates": ("{{ strftime_now('%Y') }}" + CHATML, "the date"),
     "syntax": ("{% for %}", "TemplateSyntaxError"),
@@ -114,6 +112,63 @@ def test_chat_pieces(which):
         assert tag == ("" if "reranker" in which else "gues")
 
 
+ODD = {  # template -> (the end of what is said, strings that are not ChatML's)
+    "trims": (CHATML.replace("m.content", "m.content | trim"), "texts with blanks at an end"),
+    "trims a user's": (CHATML.replace("m.content", "(m.content.strip() if m.role == 'user' else m.content)"),
+                       "texts with blanks at an end"),
+    "switches": (CHATML.replace("m.content %}", "m.content | replace('/no_think', '') %}"), "texts with /think or /no_think"),
+    "escapes": (CHATML.replace("m.content %}", "m.content | replace('<|im_end|>', '') %}"), "texts with the template's marks"),
+    "sees": (CHATML.replace("m.content %}", "m.content | replace('<image>', '<|image_pad|>') %}"), "texts with <image>"),
+    "windows": (CHATML.replace("m.content %}", "m.content | replace('\\r\\n', '\\n') %}"), "texts with tabs or \\r\\n"),
+    "cuts": (CHATML.replace("m.content %}", "m.content[:200] %}"), "texts of over 200 letters"),
+    "skips": (CHATML.replace("{{- '<|im_start|>'", "{{- '' if not text else '<|im_start|>'"),
+              "empty texts, texts with <think> or </think>"),
+    "forgets": (CHATML.replace("in messages %}", "in messages[-8:] %}"), "talks of 9 messages or more"),
+    "no thought": (CHATML.replace("'</think>' in text", "'<think>' in text"), "texts with <think> or </think>"),
+    "refuses": ("{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + CHATML,
+                "system messages (an error in qwen3)"),
+    "ignores": (CHATML.replace("in messages %}", "in messages if m.role != 'system' %}"), "system messages (an error in qwen3)"),
+    "puts in": ("{% set first = messages[0].content + '\n\n' if messages[0].role == 'system' else '' %}" + CHATML.replace(
+        "in messages %}", "in messages if m.role != 'system' %}").replace("m.content %}", "first * loop.first + m.content %}"),
+        "system messages (an error in qwen3)")}
+
+
+@pytest.mark.parametrize("which", ODD)
+def test_pieces_that_are_right_on_ordinary_talk_are_kept(which):
+    template, kinds = ODD[which]
+    export.Notices.hints.clear()
+    pieces, tag = export.find_verified_pieces(template, {})
+    without = change(ORDINARY, system_open="", system_close="")
+    assert list(pieces[:12]) == (without if which in ("refuses", "ignores") else ORDINARY) or which == "puts in", pieces
+    assert tag == ("nosy" if "system" in kinds else "syst")
+    assert [hint.partition(" differs for ")[2] for hint in export.Notices.hints] == [kinds]
+
+
+def test_a_template_without_system_messages(checkpoint, run, tmp_path):
+    """-y and a row's are errors; without, all is as usual."""
+    ck = checkpoint()
+    ck.settings["chat_template"] = ODD["refuses"][0]
+    run(ck.save(tmp_path / "in"), "out.bin")
+    model = (tmp_path / "out.bin", "-n", "1", "-t", "0")
+    assert qwen3(*model, "-i", "Hi").returncode == 0
+    result = qwen3(*model, "-i", "Hi", "-y", "Be brief.")
+    assert result.returncode == 1 and result.stderr.endswith(
+        b"qwen3: -y: the chat template has no system message, expected its text before the user's\n")
+    rows = [[{"role": "system", "content": "x"}, {"role": "user", "content": "Hi"}], [{"role": "user", "content": "Hi"}]]
+    result = qwen3(*model, "-L", "-", stdin="".join(json.dumps({"messages": row}) + "\n" for row in rows).encode())
+    bad, good = map(json.loads, result.stdout.splitlines())
+    assert "expected no system message" in bad["error"] and "error" not in good
+
+
+def test_guessed_chatml_has_no_block_of_thinking_that_the_template_never_writes(checkpoint, run, tmp_path):
+    ck = checkpoint()
+    for template, strings in ((CHATS["dates"][0], []), (CHATS["dates"][0].replace("<think>", "<x>"), change(
+            ORDINARY, answer_plain=ORDINARY[9], strip="", trim=""))):
+        ck.settings["chat_template"] = template
+        assert "more than fixed strings" in run(ck.save(tmp_path / "in"), "out.bin")[1][1]
+        assert chat_strings(tmp_path / "out.bin.tokenizer") == strings
+
+
 @pytest.mark.parametrize("file, key", [
     ("\udc80", "not this one"), (None, "x"), (None, None),
     (None, [{"name": "tool_use", "template": "y"}, {"name": "default", "template": "x"}])])
@@ -133,7 +188,7 @@ def test_chat_section_and_what_is_said_without_one(checkpoint, run, tmp_path):
     assert status == 0 and len(err) == 1
     assert chat_strings(tmp_path / "out.bin.tokenizer") == ORDINARY
     assert split_tokenizer((tmp_path / "out.bin.tokenizer").read_bytes())[1][b"syst"] == b""
-    for template, pattern in ((CHATS["trims"][0], "warning: the chat template.*differs for"),
+    for template, pattern in ((CHATS["counts"][0], "warning: the chat template.*differs for"),
                               (None, "no chat template")):
         ck.files["chat_template.jinja"] = template
         (tmp_path / "in/chat_template.jinja").unlink(missing_ok=True)
@@ -147,7 +202,7 @@ def test_chat_section_and_what_is_said_without_one(checkpoint, run, tmp_path):
 def test_chat_template_of_the_user_s(checkpoint, run, tmp_path, monkeypatch):
     """Whatever SOURCE has; also for --check. A name with a typing error is found before a download."""
     ck = checkpoint()
-    ck.settings["chat_template"] = CHATS["trims"][0]
+    ck.settings["chat_template"] = CHATS["counts"][0]
     ck.save(tmp_path / "in")
     (tmp_path / "mine.jinja").write_text(CHATML)
     status, err = run("in", "out.bin", "--chat-template", "mine.jinja")

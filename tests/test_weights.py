@@ -165,6 +165,18 @@ def test_a_classifier_of_its_own_although_it_is_tied(checkpoint, run, tmp_path, 
         refused(run("--check", "in", "out.bin"), "out.bin: lm_head.weight is not what the source gives")
 
 
+@pytest.mark.parametrize("trained", [None, 0, 5, 33, 39])
+def test_a_classifier_of_another_dtype_is_compared_as_a_whole(monkeypatch, trained):
+    monkeypatch.setattr(export, "PIECE", 64)
+    b = np.random.default_rng(1).normal(size=(40, 64)).astype("<f2")
+    a = b.astype("<f4")
+    if trained is not None:
+        b[trained] *= 1.1
+    tensors = {f"{name}.weight": export.Tensor(name, None, 0, dtype, x.shape, x.tobytes())
+               for name, dtype, x in (("embed_tokens", "F32", a), ("lm_head", "F16", b))}
+    assert ("lm_head.weight" in export.drop_copy(tensors)) == (trained is not None)
+
+
 @pytest.mark.parametrize("group, config", [(64, {}), (32, {"hidden_size": 96}), (64, experts(3))])
 def test_pieces_join_where_a_tensor_is_larger_than_one(checkpoint, run, tmp_path, monkeypatch, group, config):
     monkeypatch.setattr(export, "PIECE", 64 * 7)
