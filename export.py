@@ -1436,8 +1436,7 @@ def find_verified_pieces(template: str | None, variables: dict[str, str]) -> tup
         texts = render_all(template, variables, sum(trials.values(), []))
         wrong = {kind: [talk for talk in talks if pieces.render(*talk) != texts[talk]]
                  for kind, talks in trials.items()}
-        if wrong[""]:
-            messages, thinking = wrong[""][0]
+        for messages, thinking in wrong[""]:
             raise ValueError(f"it differs for {messages}, enable_thinking={thinking}")
         "".join(pieces).encode()  # a ValueError, too, for half a surrogate pair
     except ValueError as error:
@@ -1467,10 +1466,9 @@ def find_join(template: str, variables: dict, pieces: Pieces) -> str | None:
 
 
 def render_all(template: str, variables: dict, conversations: list) -> dict[Conversation, Any]:
-    """The text that a template makes of each conversation, or the ValueError that says why it makes
-    none. Raises one if the template can't be compiled. It is untrusted, may never end or take all
-    memory, so it runs in a process of its own. If the process fails, the machine may be slow or
-    full: nothing is exported."""
+    """The text that a template makes of each conversation, or the ValueError that it raises; raises
+    one if it can't be compiled. It is untrusted, may never end or take all memory, so it runs in a
+    process of its own. If that fails, the machine may be slow or full: nothing is exported."""
     code = ("import json, re, resource, sys; from contextlib import suppress; "
             "sys.path += sys.argv[1:]; import jinja2.sandbox\n"
             f"{inspect.getsource(run_template)}run_template()")
@@ -1493,9 +1491,8 @@ def render_all(template: str, variables: dict, conversations: list) -> dict[Conv
 
 
 def run_template() -> None:
-    """That process: the arguments of render_all() come by stdin and [results, error] go to stdout,
-    as JSON. Each result is [text, error]. The template runs as in transformers
-    (chat_template_utils.py, render_jinja_template)."""
+    """That process: render_all()'s arguments come by stdin, and [[text, error] of each, error] goes
+    to stdout, as JSON. As in transformers (chat_template_utils.py, render_jinja_template)."""
     with suppress(ValueError, OSError):  # macOS: no limit
         resource.setrlimit(resource.RLIMIT_AS, (400_000_000, 400_000_000))
     def fail(message):
@@ -1596,8 +1593,8 @@ def find_marks(template: str | None, variables: dict, pieces: Pieces | None, add
     roles = re.findall(r"[^\W\d]+", f"tool {names} {names.lower()} {names.replace('_', ' ')}")
     talks = [((USER, ANSWER, (role, NEXT[1])), False) for role in sorted({*roles})[:1000]]
     with suppress(ValueError):  # it can't be compiled
-        gaps |= {(gap, talk in MARKED)
-                 for talk, text in render_all(template, variables, [*MARKED[:6], *talks]).items()
+        texts = render_all(template, variables, [*MARKED[:6], *talks])
+        gaps |= {(gap, talk in MARKED) for talk, text in texts.items()
                  for gap in re.split("(?:SYSTEM|USER|ANSWER|NEXT)TEXT", str(text))[1:]}
     token = re.compile("|".join(map(re.escape, sorted(added, key=len, reverse=True))))
     for gap, of_chat in gaps:
@@ -1613,27 +1610,24 @@ LATER, SYSTEMS = "later system messages", "system messages (an error in qwen3)" 
 def make_trials(mark: str) -> dict[str, list[Conversation]]:
     """Kind -> conversations whose last message is the user's. "" is ordinary talk, of one to four
     turns. Others have a text of the kind at each place. `mark` ends a turn and begins the next."""
-    think = "<think>\nlet me see\n</think>\n\n"
-    user, answer, system = ("user", "1 + 1?\n\nSo?"), ("assistant", "Yes.\n\n- 2"), (
-        "system", "Be brief.\nBe good.")
-    talks = [((user, answer, ("user", "Why?"), ("assistant", "Paris, it is.")) * 9)[:n]
-             for n in (1, 3, 5, 7, 9, 11, 21)]
+    think, no_thought = "<think>\nlet me see\n</think>\n\n", "<think>\n\n</think>\n\n"
+    user, answer, system = ("user", "Hi!\n\nSo?"), ("assistant", "Yes.\n\n- 2"), ("system", "Be so.")
+    talks = [((user, answer, ("user", "Why?"), answer) * 9)[:n] for n in (1, 3, 5, 7, 9, 11, 21)]
     kinds = {"": talks[:4], SYSTEMS: [(system, *talk) for talk in talks[:4]],
              LATER: [(*talk[:i], system, *talk[i:]) for talk in talks[1:4] for i in (1, 2)],
              "talks of 9 messages or more": talks[4:], "answers that thought": [
-                 (user, ("assistant", text), *talk) for talk in talks[:2] for text in (
-                     f"{think}Paris.", "<think>\n\n</think>\n\nParis.", f"{think}A\n\n- b")]}
+                 (user, ("assistant", f"{thought}A.\n\n- b"), *talk)
+                 for talk in talks[:2] for thought in (think, no_thought)]}
     for kind, texts in {
             "texts with blanks at an end": [" Hi!", "Hi!\n", "\n\n  two\nlines \n", "\xa0z\u2028"],
             "empty texts": [""], "texts with tabs or \\r\\n": ["a\tb", "a\r\nb"],
-            "texts of over 200 letters": ["many words " * 30 + "x", "x" * 3000],
+            "texts of over 200 letters": ["word " * 60 + "x"], "texts with <image>": ["<image>\nSo?"],
             "texts with /think or /no_think": ["Why? /think", "/no_think\nWhy?"],
-            "texts with <image>": ["<image>\nWhat is it?", "a <video> <audio> b"],
             "texts with the template's marks": [f"a{mark}b", "a<|im_end|>\n<|im_start|>user\nb"],
             "texts with <think> or </think>": [
-                "what does </think> mean?", "<think>hm</think> so", "so</think>Paris.", "</think>",
-                "<think>\ncut off", f"{think}It is `</think>`.\n\nYes.", f"x {think}{think}y",
-                f"{think}\n\n \t\n Paris.", "a</think>\r\x0b b", "a</think>\xa0\u2028z"]}.items():
+                "what does </think> mean?", "<think>hm</think> so", "</think>", "<think>\ncut off",
+                f"{think}It is `</think>`.\n\nYes.", f"x {think}{think}\n\n \t\n Paris.",
+                "a</think>\r\x0b b", "a</think>\xa0\u2028z"]}.items():
         kinds[kind] = [talk for text in texts for talk in (
             (("user", text),), (user, answer, ("user", text)), (("user", text), answer, user),
             (user, ("assistant", text), user), (("system", text), user))]
@@ -1665,7 +1659,6 @@ def make_tokenizer(source: Source, vocab_size: int) -> tuple[bytes, bytes]:
         refuse(source.path, "chat_template", "a text", repr(source.chat_template))
     pieces, tag = find_verified_pieces(source.chat_template, roles)
     opens = [f"<|im_start|>{role}\n" for role in ("system", "user", "assistant")]
-    # ChatML as qwen3.c has it, but for the empty block of thinking
     guess = ["", "", *(text for x in opens for text in (x, f"{TURN_END}\n")), opens[2], opens[2],
              "", "", ""] if tag == "gues" and "<think>" not in source.chat_template else []
     marks = find_marks(source.chat_template, roles, pieces, added)
