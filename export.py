@@ -1611,7 +1611,7 @@ def make_trials(mark: str) -> dict[str, list[Conversation]]:
     """Kind -> conversations whose last message is the user's. "" is ordinary talk, of one to four
     turns. Others have a text of the kind at each place. `mark` ends a turn and begins the next."""
     think, no_thought = "<think>\nlet me see\n</think>\n\n", "<think>\n\n</think>\n\n"
-    user, answer, system = ("user", "Hi!\n\nSo?"), ("assistant", "Yes.\n\n- 2"), ("system", "Be so.")
+    user, answer, system = ("user", "Hi!\n\nA?"), ("assistant", "Yes\n\n- 2"), ("system", "Be so.")
     talks = [((user, answer, ("user", "Why?"), answer) * 9)[:n] for n in (1, 3, 5, 7, 9, 11, 21)]
     kinds = {"": talks[:4], SYSTEMS: [(system, *talk) for talk in talks[:4]],
              LATER: [(*talk[:i], system, *talk[i:]) for talk in talks[1:4] for i in (1, 2)],
@@ -1621,7 +1621,7 @@ def make_trials(mark: str) -> dict[str, list[Conversation]]:
     for kind, texts in {
             "texts with blanks at an end": [" Hi!", "Hi!\n", "\n\n  two\nlines \n", "\xa0z\u2028"],
             "empty texts": [""], "texts with tabs or \\r\\n": ["a\tb", "a\r\nb"],
-            "texts of over 200 letters": ["word " * 60 + "x"], "texts with <image>": ["<image>\nSo?"],
+            "texts of over 200 letters": ["word " * 60 + "x"], "texts with <image>": ["<image>\nA"],
             "texts with /think or /no_think": ["Why? /think", "/no_think\nWhy?"],
             "texts with the template's marks": [f"a{mark}b", "a<|im_end|>\n<|im_start|>user\nb"],
             "texts with <think> or </think>": [
