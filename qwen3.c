@@ -1712,6 +1712,9 @@ static void check_config(const Cursor *in, const Config *c) {
         RULE(levels[i], c->levels[i] > c->levels[i - 1], "ascending ones");
 }
 
+// Bytes of a scale, a float or a half
+INLINE size_t scale_size(int bits) { return bits == 8 ? sizeof(float) : sizeof(uint16_t); }
+
 static const float *take_floats(Cursor *in, uint64_t count, const char *what) {
     in->part = what;
     return count ? take(in, count * sizeof(float)) : NULL;
@@ -1739,8 +1742,8 @@ static Matrix take_matrix(Cursor *in, const Config *c, int rows, int cols, int b
     const size_t words = (size_t)cols * bits / 32, groups = cols / c->group_size;
     in->part = what;
     const int8_t *bytes = take_panels(in, c, rows, words, 4);
-    const void *scales = bits == 8 ? take_panels(in, c, rows, groups, sizeof(float))
-                                   : take_panels(in, c, rows, groups, sizeof(uint16_t));
+    const void *scales = bits == 8 ? take_panels(in, c, rows, groups, scale_size(8))
+                                   : take_panels(in, c, rows, groups, scale_size(4));
     return (Matrix){rows, cols, c->group_size, bits, bytes, scales, c->levels};
 }
 
@@ -5476,6 +5479,14 @@ static void quantize_token(const Quantized *out, int t, int at, const float *x, 
     }
 }
 
+// Makes weights, ^ FLIP, of LANES words: with 8 bits *low has all, with 4 bits *low has those of the
+// low nibbles and *high those of the high ones.
+INLINE void unpack_words(VecI words, const int bits, VecI levels, VecI *low, VecI *high) {
+    if (bits == 8) *low = words ^ splat(FLIP);
+    if (bits == 4) *low = pick_levels(levels, words);
+    if (bits == 4) *high = pick_levels(levels, words >> 4);
+}
+
 INLINE VecI level_table(const int8_t *levels) {  // for pick_levels, ^ FLIP
     VecI table = {0};
     for (size_t i = 0; i < sizeof(table); i += 16) memcpy((char *)&table + i, levels, 16);
@@ -5496,32 +5507,45 @@ static __attribute__((noinline)) void put_rows(const Matmul *part, int t, int ro
         out[i] = part->add ? out[i] + ((float *)&values)[i] : ((float *)&values)[i];
 }
 
-// Multiplies `vecs` vectors of rows, from `row` on, with `tokens` tokens from t on. `flipped` says
-// that the weights are ^ FLIP already. Tokens from n on hold anything (see quantized_init). For a
-// vector of rows after the matrix's end, its last vector is computed again. None of this is stored.
-INLINE void matmul_tile(const Matmul *part, int t, int row, const int tokens, const int vecs,
-                        const int bits, const bool flipped) {
-    const Matrix *w = part->w;
-    const int group = w->group_size, n_groups = w->cols / group;
-    const int last = (w->rows - 1) / LANES * LANES;
-    const size_t x_stride = part->x->stride;
-    Quantized x = from_token(part->x, t);
-    const VecI levels = bits == 4 ? level_table(w->levels) : splat(0);
-    const char *words[MOST_VECS], *scales[MOST_VECS];
-    VecF acc[TILE_TOKENS][MOST_VECS];
-    UNROLL for (int v = 0; v < vecs; v++) {
-        UNROLL for (int i = 0; i < tokens; i++) acc[i][v] = splat_f(0);
-        const int r = min_int(row + v * LANES, last);
-        const size_t panel = r / PANEL * PANEL, lane = r % PANEL;
-        words[v] = (const char *)w->bytes + panel * w->cols * bits / 8 + lane * 4;
-        scales[v] = (const char *)w->scales + (panel * n_groups + lane) * (bits == 8 ? 4 : 2);
-    }
-    // The old values of out have left L1: its rows, 4 KB apart in the 0.6B, share a few sets.
+// What a tile adds to has left L1: rows of out, 4 KB apart in the 0.6B, share a few sets.
+INLINE void prefetch_out(const Matmul *part, int t, int row, int tokens, int vecs) {
     for (int i = 0; part->add && i < tokens && t + i < part->n; i++) {
         const float *out = part->out + (size_t)(t + i) * part->stride + row - part->row_begin;
         __builtin_prefetch(out);
         __builtin_prefetch(out + vecs * LANES - 1);
     }
+}
+
+// Finds the first words and scales of `vecs` vectors of rows, from `row` on. For a vector after the
+// matrix's end, these are the last one's: it is computed again.
+INLINE void find_rows(const Matrix *w, int row, const int vecs, const int bits, const char **words,
+                      const char **scales) {
+    UNROLL for (int v = 0; v < vecs; v++) {
+        const int r = min_int(row + v * LANES, (w->rows - 1) / LANES * LANES);
+        const size_t panel = r / PANEL * PANEL, lane = r % PANEL;
+        words[v] = (const char *)w->bytes + panel * w->cols * bits / 8 + lane * 4;
+        scales[v] = (const char *)w->scales
+            + (panel * (w->cols / w->group_size) + lane) * scale_size(bits);
+    }
+}
+
+// Multiplies `vecs` vectors of rows, from `row` on, with `tokens` tokens from t on. `unpacked`: the
+// weights are unpack_unit's. Tokens from n on hold anything (see quantized_init), as do rows after
+// the matrix's end: their products are not stored.
+INLINE void matmul_tile(const Matmul *part, int t, int row, const int tokens, const int vecs,
+                        const int bits, const bool unpacked) {
+    const Matrix *w = part->w;
+    const int group = w->group_size, n_groups = w->cols / group;
+    const size_t x_stride = part->x->stride;
+    Quantized x = from_token(part->x, t);
+    const VecI levels = bits == 4 ? level_table(w->levels) : splat(0);
+    const char *words[MOST_VECS], *scales[MOST_VECS];
+    VecF acc[TILE_TOKENS][MOST_VECS];
+    UNROLL for (int i = 0; i < tokens; i++) {
+        UNROLL for (int v = 0; v < vecs; v++) acc[i][v] = splat_f(0);
+    }
+    find_rows(w, row, vecs, bits, words, scales);
+    prefetch_out(part, t, row, tokens, vecs);
     for (int g = 0; g < n_groups; g++) {
         int left = group * bits / 32;  // words of a group, 4 or more
         VecI sum[TILE_TOKENS][MOST_VECS];
@@ -5532,10 +5556,8 @@ INLINE void matmul_tile(const Matmul *part, int t, int row, const int tokens, co
         do {
             VecI low[MOST_VECS], high[MOST_VECS];
             UNROLL for (int v = 0; v < vecs; v++) {
-                const VecI b = load_vector(words[v]);
-                low[v] = b ^ splat(flipped ? 0 : FLIP);
-                if (bits == 4) low[v] = pick_levels(levels, b);
-                if (bits == 4) high[v] = pick_levels(levels, b >> 4);
+                low[v] = load_vector(words[v]);
+                if (!unpacked) unpack_words(low[v], bits, levels, &low[v], &high[v]);
                 if (tokens < TILE_TOKENS && v * LANES % PANEL == 0)  // a word of 16 rows is a line
                     __builtin_prefetch(words[v] + BYTES_AHEAD, 0, 2);
                 words[v] += PANEL * 4;
@@ -5558,7 +5580,7 @@ INLINE void matmul_tile(const Matmul *part, int t, int row, const int tokens, co
                 const VecF term = __builtin_convertvector(sum[i][v], VecF) * scale;
                 acc[i][v] = mul_add_v(term, splat_f(x.scale[i * x_stride]), acc[i][v]);
             }
-            scales[v] += PANEL * (bits == 8 ? 4 : 2);
+            scales[v] += PANEL * scale_size(bits);
         }
         x.int8 += bits == 4 ? group / 2 : 0;  // the high nibbles'
         x.scale++;
@@ -5586,11 +5608,11 @@ INLINE void matmul_few(const Matmul *part, int row, int end, const int bits) {
 // The unit of rows from `row` on, a multiple of PANEL, as a matrix of 8 bits, ^ FLIP: for many
 // tokens, this is done once. Its groups are those of the unit's panels, one after the other.
 static Matrix unpack_unit(const Matrix *w, int row, int8_t *at) {
-    const int n_groups = w->cols / w->group_size, bits = w->bits, scale_size = bits == 8 ? 4 : 2;
+    const int n_groups = w->cols / w->group_size, bits = w->bits;
     Matrix unit = {.rows = min_int(UNIT, round_up(w->rows - row, PANEL)), .cols = w->cols,
                    .group_size = w->group_size, .bits = 8,
                    .bytes = w->bytes + (size_t)row * w->cols * bits / 8,
-                   .scales = (const char *)w->scales + (size_t)row * n_groups * scale_size};
+                   .scales = (const char *)w->scales + (size_t)row * n_groups * scale_size(bits)};
     const int groups = unit.rows / PANEL * n_groups;
     const int vectors = w->group_size * bits / 32 * PANEL / LANES;  // of a group of a panel's rows
     const int8_t *from = unit.bytes;
@@ -5601,12 +5623,8 @@ static Matrix unpack_unit(const Matrix *w, int row, int8_t *at) {
     if (bits == 8 && W_BIAS == 0) return unit;
     unit.bytes = at;
     for (int g = 0; g < groups; g++) {
-        for (int i = 0; i < vectors; i++, to++, from += sizeof(VecI)) {
-            const VecI b = load_vector(from);
-            to[0] = b ^ splat(FLIP);
-            if (bits == 4) to[0] = pick_levels(levels, b);
-            if (bits == 4) to[vectors] = pick_levels(levels, b >> 4);
-        }
+        for (int i = 0; i < vectors; i++, to++, from += sizeof(VecI))
+            unpack_words(load_vector(from), bits, levels, to, to + vectors);
         if (bits == 4) to += vectors;  // past the high nibbles'
     }
     if (bits == 8) return unit;
