@@ -1434,7 +1434,7 @@ static float *classify(Pass *p, int n);
 // All threads run job(arg), and on_all_threads returns when the last has. They meet its loops EACH
 // and SLICES in one order: one of them runs an item of 0 .. count - 1, and none goes on before all
 // are done. A slice begins at a multiple of `chunk`. Loops do not nest. No break or return leaves
-// one; after one a thread may return. While no job runs, a direct call of one runs all items.
+// one; between two a job may return. While no job runs, a loop of the main thread runs all items.
 typedef void (*Job)(void *arg);
 static void on_all_threads(Job job, void *arg);
 typedef struct { int begin, end; } Slice;  // items begin .. end - 1
@@ -1568,8 +1568,8 @@ typedef struct {  // takes a file apart from front to back, and never reads past
     Bytes rest;
     const char *hint;  // what to do if something is wrong
     bool or_zero;      // numbers may also be 0
-    size_t size;       // bytes of the matrices so far, in panels
-    char *panels;      // where the next matrix is put into panels; NULL: it stays in the file
+    size_t needs;      // bytes of the matrices so far, in panels
+    char *to;          // where the next matrix is put into panels; NULL: it stays in the file
 } Cursor;
 
 #define die_bad(in, name, expected, ...) \
@@ -1712,7 +1712,6 @@ static void check_config(const Cursor *in, const Config *c) {
         RULE(levels[i], c->levels[i] > c->levels[i - 1], "ascending ones");
 }
 
-// Bytes of a scale, a float or a half
 INLINE size_t scale_size(int bits) { return bits == 8 ? sizeof(float) : sizeof(uint16_t); }
 
 static const float *take_floats(Cursor *in, uint64_t count, const char *what) {
@@ -1721,14 +1720,14 @@ static const float *take_floats(Cursor *in, uint64_t count, const char *what) {
 }
 
 // Takes a matrix's words, or its scales: n in a row, of `size` bytes, a constant for memcpy's sake.
-// An older file has one row after the other: if in->panels is not NULL, they become panels there.
+// An older file has one row after the other: if in->to is not NULL, they become panels there.
 INLINE const void *take_panels(Cursor *in, const Config *c, int rows, size_t n, const int size) {
     const uint64_t padded = round_up(rows, PANEL) * n * size;
     const char *from = take(in, c->panels ? padded : rows * n * size);
-    char *const panels = in->panels, *to = panels;
-    in->size += padded;
+    char *const panels = in->to, *to = panels;
+    in->needs += padded;
     if (!panels) return from;
-    in->panels += padded;
+    in->to += padded;
     for (int first = 0; first < rows; first += PANEL) {
         for (size_t i = 0; i < n; i++)
             for (int r = first; r < first + PANEL; r++, to += size)
@@ -1747,6 +1746,7 @@ static Matrix take_matrix(Cursor *in, const Config *c, int rows, int cols, int b
     return (Matrix){rows, cols, c->group_size, bits, bytes, scales, c->levels};
 }
 
+// Runs twice for an older file: see make_panels.
 static void take_weights(Cursor *in, Config *c, Weights *w) {
     const int experts = max_int(all_experts(c), 1), every = max_int(c->attention_every, 1);
     const int norms = c->no_qk_norm ? 0 : c->head_dim, gates = c->gated_attention * c->q_dim;
@@ -1801,17 +1801,17 @@ static Cursor model_map(Model *m, const char *path) {
     for (int l = 0; l < c->n_layers && c->n_experts; l++)
         if (!isfinite(sum_double(m->weights.layers[l].router, all_experts(c) * c->dim)))
             die("%s: bad router of layer %d, expected finite numbers, found others", path, l);
-    weights.size = in.size;
+    weights.needs = in.needs;
     return weights;
 }
 
 // Takes the weights of an older file once more, into panels in memory. `in` is from model_map.
 static void make_panels(Model *m, Cursor in) {
     const char *what = "the weights in panels (export the model again: a new file needs none)";
-    const double start = now(), size = in.size;
+    const double start = now(), size = in.needs;
     if (m->config.panels) return;
     if (size > memory_size()) die_memory(what, size);
-    in.panels = alloc(in.size, 1, what);
+    in.to = alloc(in.needs, 1, what);
     take_weights(&in, &m->config, &m->weights);
     notice("%s: an older file, put into panels (%.1f s, %.0f MB); export it again to save both",
            in.file, now() - start, size / 1e6);
@@ -5187,7 +5187,7 @@ static double position_size(const Config *c) { return 8.0 * c->n_kv_layers * c->
 
 // ------------------------------------------------------------------------------------------------
 // The KV cache: a pool of blocks of BLOCK positions, the floats of a SIMD vector. So memory is
-// touched only as positions come into use. For each pair of a layer and a kv head, a block has
+// touched only as positions come into use. For each pair of a layer and a kv head, it has a cell:
 //
 //   keys    (head_dim, BLOCK positions)
 //   values  (value_dim / LANES, BLOCK positions, LANES columns)
@@ -5195,8 +5195,8 @@ static double position_size(const Config *c) { return 8.0 * c->n_kv_layers * c->
 // so that a vector of keys gives a vector of scores, one of values LANES columns of the result; and
 // a tile of attention reads keys from front to back, its values as one unbroken part of each block.
 //
-// With 8 bits 16 (which divides head_dim) of these vectors are a record. It has one group, elements
-// e0 .. e15, of each position p0, p1, .. of the block. If LANES is 8, the vectors are
+// With 8 bits, each 16 vectors are a record (16 divides head_dim). It has one group, elements e0 ..
+// e15, of each position p0, p1, .. of the block. If LANES is 8, the vectors are
 //
 //   of keys    e0 of p0 .. p7 | e1 of p0 .. p7 | .. | e15 of p0 .. p7
 //   of values  e0 .. e7 of p0 | .. | e0 .. e7 of p7 | e8 .. e15 of p0 | .. | e8 .. e15 of p7
@@ -5210,24 +5210,24 @@ typedef struct {
 // Columns of the values: head_dim, and zeros up to whole tiles
 static int value_dim(const Config *c) { return round_up(c->head_dim, 2 * LANES); }
 
-// Where (in floats) the keys of a pair in a block begin. The number of pairs is made odd: with an
+// Where (in floats) the cell of a pair in a block begins. The number of pairs is made odd: with an
 // even one, all blocks of a head would share a fraction of the L2 cache's sets.
-static size_t block_at(const Config *c, size_t block, size_t pair) {
+static size_t cell_at(const Config *c, size_t block, size_t pair) {
     const size_t pairs = c->n_kv_layers * c->n_kv_heads | 1, n = c->head_dim + value_dim(c);
     const size_t size = c->cache_bits == 8 ? n / 16 * sizeof(Packed) / sizeof(float) : n * BLOCK;
     return (block * pairs + pair) * size;
 }
 
-static size_t block_size(const Config *c) { return block_at(c, 1, 0); }  // block 1 follows block 0
+static size_t block_size(const Config *c) { return cell_at(c, 1, 0); }  // block 1 follows block 0
 static double position_size(const Config *c) { return 4.0 * block_size(c) / BLOCK; }
 
-// A pair's part of the block of a text's position pos. A pointer named block points to such a part.
-static float *cache_block(const Pass *p, size_t pair, const int *blocks, int pos) {
-    return p->cache + block_at(&p->m->config, blocks[pos / BLOCK], pair);
+// The cell of a text's position pos
+static float *cache_cell(const Pass *p, size_t pair, const int *blocks, int pos) {
+    return p->cache + cell_at(&p->m->config, blocks[pos / BLOCK], pair);
 }
 
-// The index in a block of element j of the key, or of the value, of position pos
-static int index_in_block(const Config *c, int pos, int j, bool value) {
+// The index in a cell, were it floats, of element j of the key, or of the value, of position pos
+static int index_in_cell(const Config *c, int pos, int j, bool value) {
     const int vector = c->head_dim + j / LANES * BLOCK + pos % BLOCK;
     return value ? vector * LANES + j % LANES : j * BLOCK + pos % BLOCK;
 }
@@ -5235,31 +5235,31 @@ static int index_in_block(const Config *c, int pos, int j, bool value) {
 // Stores x (head_dim), the key, or the value, of a row.
 static void cache_store(const Pass *p, size_t pair, const Row *row, const float *x, bool value) {
     const Config *c = &p->m->config;
-    float *block = cache_block(p, pair, row->blocks, row->pos);
+    float *cell = cache_cell(p, pair, row->blocks, row->pos);
     if (c->cache_bits != 8) {
-        for (int j = 0; j < c->head_dim; j++) block[index_in_block(c, row->pos, j, value)] = x[j];
+        for (int j = 0; j < c->head_dim; j++) cell[index_in_cell(c, row->pos, j, value)] = x[j];
         return;
     }
     for (int j = 0; j < c->head_dim; j += 16) {
-        Packed *record = (Packed *)block + index_in_block(c, row->pos, j, value) / (16 * LANES);
+        Packed *record = (Packed *)cell + index_in_cell(c, row->pos, j, value) / (16 * LANES);
         int8_t int8[16];
         quantize((Q8){int8, &record->scale[row->pos % BLOCK]}, x + j, 16, 16);
         for (int i = 0; i < 16; i++)
-            record->int8[index_in_block(c, row->pos, j + i, value) % (16 * LANES)] = int8[i];
+            record->int8[index_in_cell(c, row->pos, j + i, value) % (16 * LANES)] = int8[i];
     }
 }
 
-// Vector i + k of a block as floats; if packed, i and i + k are in one record, which loops over k
+// Vector i + k of a cell as floats; if packed, i and i + k are in one record, which loops over k
 // find once. A lane is a position of keys, or a column of the values of position k % BLOCK.
-INLINE VecF cache_load(const float *block, size_t i, int k, const bool value, const bool packed) {
-    const Packed *record = (const Packed *)block + i / 16;
-    if (!packed) return ((const VecF *)block)[i + k];
+INLINE VecF cache_load(const float *cell, size_t i, int k, const bool value, const bool packed) {
+    const Packed *record = (const Packed *)cell + i / 16;
+    if (!packed) return ((const VecF *)cell)[i + k];
     const VecF scale = value ? splat_f(record->scale[k % BLOCK]) : (VecF)load_vector(record->scale);
     return load_bytes(record->int8 + (i % 16 + k) * LANES) * scale;
 }
 
-INLINE void cache_prefetch(const float *block, size_t i, const bool packed) {
-    __builtin_prefetch((const char *)block + i * (packed ? sizeof(Packed) / 16 : sizeof(VecF)));
+INLINE void cache_prefetch(const float *cell, size_t i, const bool packed) {
+    __builtin_prefetch((const char *)cell + i * (packed ? sizeof(Packed) / 16 : sizeof(VecF)));
 }
 
 static void cache_copy(const Pass *p, int to, int from) {
@@ -5269,9 +5269,8 @@ static void cache_copy(const Pass *p, int to, int from) {
 
 // ------------------------------------------------------------------------------------------------
 // Threads: all run one function, a job, and meet its numbered loops in one order. A late thread
-// skips the loops that are over: nobody waits for it. So its code between two loops may run while
-// others write in a later loop. There it may read what a job writes once. It reads the rest only
-// as the next loop's count, and atomically: any count will do, because that loop is over.
+// skips the loops that are over: nobody waits for it. So between two loops a job reads only what is
+// written once in it (Pass.kept), or an atomic that is only the next loop's count (n_chosen, place).
 // A waiting thread spins for a moment, then sleeps. Who takes which slice changes no result.
 
 static int n_threads = 1;
@@ -5375,7 +5374,7 @@ static void on_all_threads(Job job, void *arg) {
 // ------------------------------------------------------------------------------------------------
 // Workers: what each thread needs to bring the rows of a pass through a layer
 
-// Q8 of several vectors (cols). In memory, each is one record of 4 * stride bytes: its int8 values,
+// Q8 of several vectors (cols). In memory, each is 4 * stride bytes in one piece: its int8 values,
 // its scales, its bias_fix. The pointers are those of vector 0: see from_token.
 typedef struct {
     int8_t *int8;       // (cols)
@@ -5464,7 +5463,7 @@ enum { UNIT = 32 };                  // rows that are unpacked at once
 enum { STRIP = TILE_VECS * LANES };  // rows of a tile
 enum { FEW_VECS = PANEL / LANES };   // of a tile of 1 to 3 tokens: a panel's rows
 enum { MOST_VECS = TILE_VECS > (int)FEW_VECS ? TILE_VECS : FEW_VECS };
-enum { BYTES_AHEAD = 7232 };         // of the prefetch (measured): the CPU's stops at a page's end
+enum { BYTES_AHEAD = 7232 };         // measured. The CPU's own prefetcher stops at a page's end
 _Static_assert(UNIT % STRIP == 0 && UNIT % PANEL == 0 && PANEL % LANES == 0, "whole tiles");
 _Static_assert(TILE_TOKENS > 3, "tiles of 1 to 3 tokens prefetch their weights, whole ones do not");
 
@@ -5479,8 +5478,7 @@ static void quantize_token(const Quantized *out, int t, int at, const float *x, 
     }
 }
 
-// Makes weights, ^ FLIP, of LANES words: with 8 bits *low has all, with 4 bits *low has those of the
-// low nibbles and *high those of the high ones.
+// Makes weights, ^ FLIP, of LANES words. With 4 bits *high is those of the high nibbles.
 INLINE void unpack_words(VecI words, const int bits, VecI levels, VecI *low, VecI *high) {
     if (bits == 8) *low = words ^ splat(FLIP);
     if (bits == 4) *low = pick_levels(levels, words);
@@ -5507,31 +5505,9 @@ static __attribute__((noinline)) void put_rows(const Matmul *part, int t, int ro
         out[i] = part->add ? out[i] + ((float *)&values)[i] : ((float *)&values)[i];
 }
 
-// What a tile adds to has left L1: rows of out, 4 KB apart in the 0.6B, share a few sets.
-INLINE void prefetch_out(const Matmul *part, int t, int row, int tokens, int vecs) {
-    for (int i = 0; part->add && i < tokens && t + i < part->n; i++) {
-        const float *out = part->out + (size_t)(t + i) * part->stride + row - part->row_begin;
-        __builtin_prefetch(out);
-        __builtin_prefetch(out + vecs * LANES - 1);
-    }
-}
-
-// Finds the first words and scales of `vecs` vectors of rows, from `row` on. For a vector after the
-// matrix's end, these are the last one's: it is computed again.
-INLINE void find_rows(const Matrix *w, int row, const int vecs, const int bits, const char **words,
-                      const char **scales) {
-    UNROLL for (int v = 0; v < vecs; v++) {
-        const int r = min_int(row + v * LANES, (w->rows - 1) / LANES * LANES);
-        const size_t panel = r / PANEL * PANEL, lane = r % PANEL;
-        words[v] = (const char *)w->bytes + panel * w->cols * bits / 8 + lane * 4;
-        scales[v] = (const char *)w->scales
-            + (panel * (w->cols / w->group_size) + lane) * scale_size(bits);
-    }
-}
-
 // Multiplies `vecs` vectors of rows, from `row` on, with `tokens` tokens from t on. `unpacked`: the
-// weights are unpack_unit's. Tokens from n on hold anything (see quantized_init), as do rows after
-// the matrix's end: their products are not stored.
+// weights are unpack_unit's. Tokens from n on hold anything (see quantized_init). For a vector of
+// rows after the matrix's end, its last vector is computed again. None of this is stored.
 INLINE void matmul_tile(const Matmul *part, int t, int row, const int tokens, const int vecs,
                         const int bits, const bool unpacked) {
     const Matrix *w = part->w;
@@ -5541,19 +5517,26 @@ INLINE void matmul_tile(const Matmul *part, int t, int row, const int tokens, co
     const VecI levels = bits == 4 ? level_table(w->levels) : splat(0);
     const char *words[MOST_VECS], *scales[MOST_VECS];
     VecF acc[TILE_TOKENS][MOST_VECS];
-    UNROLL for (int i = 0; i < tokens; i++) {
-        UNROLL for (int v = 0; v < vecs; v++) acc[i][v] = splat_f(0);
+    UNROLL for (int v = 0; v < vecs; v++) {
+        UNROLL for (int i = 0; i < tokens; i++) acc[i][v] = splat_f(0);
+        const int r = min_int(row + v * LANES, (w->rows - 1) / LANES * LANES);
+        const size_t panel = r / PANEL * PANEL, lane = r % PANEL;
+        words[v] = (const char *)w->bytes + panel * w->cols * bits / 8 + lane * 4;
+        scales[v] = (const char *)w->scales + (panel * n_groups + lane) * scale_size(bits);
     }
-    find_rows(w, row, vecs, bits, words, scales);
-    prefetch_out(part, t, row, tokens, vecs);
+    // The old values of out have left L1: its rows, 4 KB apart in the 0.6B, share a few sets.
+    for (int i = 0; part->add && i < tokens && t + i < part->n; i++) {
+        const float *out = part->out + (size_t)(t + i) * part->stride + row - part->row_begin;
+        __builtin_prefetch(out);
+        __builtin_prefetch(out + vecs * LANES - 1);
+    }
     for (int g = 0; g < n_groups; g++) {
-        int left = group * bits / 32;  // words of a group, 4 or more
         VecI sum[TILE_TOKENS][MOST_VECS];
         UNROLL for (int i = 0; i < tokens; i++) {
-            const VecI start = splat(W_BIAS ? x.bias_fix[i * x_stride] : 0);
-            UNROLL for (int v = 0; v < vecs; v++) sum[i][v] = start;
+            UNROLL for (int v = 0; v < vecs; v++)
+                sum[i][v] = splat(W_BIAS ? x.bias_fix[i * x_stride] : 0);
         }
-        do {
+        for (int left = group * bits / 32; left > 0; left--) {  // words of a row
             VecI low[MOST_VECS], high[MOST_VECS];
             UNROLL for (int v = 0; v < vecs; v++) {
                 low[v] = load_vector(words[v]);
@@ -5571,7 +5554,7 @@ INLINE void matmul_tile(const Matmul *part, int t, int row, const int tokens, co
                 }
             }
             x.int8 += 4;
-        } while (--left);
+        }
         UNROLL for (int v = 0; v < vecs; v++) {
             const VecF scale = bits == 8 ? (VecF)load_vector(scales[v])
                                          : load_halves((const uint16_t *)scales[v]);
@@ -5616,7 +5599,6 @@ static Matrix unpack_unit(const Matrix *w, int row, int8_t *at) {
     const int groups = unit.rows / PANEL * n_groups;
     const int vectors = w->group_size * bits / 32 * PANEL / LANES;  // of a group of a panel's rows
     const int8_t *from = unit.bytes;
-    const uint16_t *halves = unit.scales;
     const VecI levels = bits == 4 ? level_table(w->levels) : splat(0);
     VecI *to = (VecI *)at;
     VecF *scales = (VecF *)(at + UNIT * w->cols);
@@ -5628,8 +5610,9 @@ static Matrix unpack_unit(const Matrix *w, int row, int8_t *at) {
         if (bits == 4) to += vectors;  // past the high nibbles'
     }
     if (bits == 8) return unit;
+    for (int i = 0; i < groups * PANEL / LANES; i++)
+        scales[i] = load_halves((const uint16_t *)unit.scales + i * LANES);
     unit.scales = scales;
-    for (int i = 0; i < groups * PANEL / LANES; i++) scales[i] = load_halves(halves + i * LANES);
     return unit;
 }
 
@@ -5682,7 +5665,7 @@ static void matmul_all(const Worker *me, float *y, const Matrix *w, const Quanti
 // come to L2 once. A tile has ATT_QUERIES of them (2 or 4 if a task has few) and two
 // vectors, of positions for the scores, of columns for the values. Its sums stay in registers.
 //
-// With a cache of 8 bits, a task of few queries reads packed blocks: one token alone waits for
+// With a cache of 8 bits, a task of few queries reads packed cells: one token alone waits for
 // memory. For more (prompts are bound by arithmetic) each span is first unpacked.
 enum { ATT_TASK = 96, SCORE_STRIDE = SPAN + LANES };  // rows whole KBs apart would share L1 sets
 _Static_assert(SPAN % 32 == 0 && ATT_TASK % ATT_QUERIES == 0 && (int)BLOCK == LANES, "whole tiles");
@@ -5695,7 +5678,7 @@ typedef struct Task {
     float *unpacked;         // (SPAN, head_dim + value_dim)  with 8 bits: room for a span as floats
     int n;                   // queries, rounded up to whole tiles: the last one is repeated
     int start, end;          // the span: positions start .. end - 1, start a multiple of SPAN
-    const float *block[SPAN / BLOCK];  // those of the span
+    const float *cell[SPAN / BLOCK];  // those of the span
     float *out[ATT_TASK];    // (head_dim)                each query's place in Worker.a
     int len[ATT_TASK];       // positions that each query sees, its own and those before; ascending
     float largest[ATT_TASK]; // the largest score so far
@@ -5703,37 +5686,37 @@ typedef struct Task {
     float keep[ATT_TASK];    // the factor on what was summed before
 } Task;
 
-// The block of position pos: keys (head_dim vectors), then values. After the span, its last block.
-INLINE const float *block_of(const Task *task, int pos) {
-    return task->block[(unsigned)(min_int(pos, task->end - 1) - task->start) / BLOCK];
+// The cell of position pos. After the span, its last cell.
+INLINE const float *cell_of(const Task *task, int pos) {
+    return task->cell[(unsigned)(min_int(pos, task->end - 1) - task->start) / BLOCK];
 }
 
-// Makes floats of the span's blocks.
-static void unpack_blocks(Task *task) {
+// Makes floats of the span's cells.
+static void unpack_cells(Task *task) {
     const size_t keys = task->c->head_dim, vectors = keys + value_dim(task->c);
     VecF *out = (VecF *)task->unpacked;
     for (int pos = task->start; pos < task->end; pos += BLOCK, out += vectors) {
-        const float *block = block_of(task, pos), *later = block_of(task, pos + 2 * BLOCK);
+        const float *cell = cell_of(task, pos), *later = cell_of(task, pos + 2 * BLOCK);
         for (size_t i = 0; i < vectors; i += 16) {
             for (int k = 0; k < 16; k++) {
                 cache_prefetch(later, i + k, true);
-                out[i + k] = cache_load(block, i, k, i >= keys, true);
+                out[i + k] = cache_load(cell, i, k, i >= keys, true);
             }
         }
-        task->block[(pos - task->start) / BLOCK] = (float *)out;
+        task->cell[(pos - task->start) / BLOCK] = (float *)out;
     }
 }
 
-// score = q . k / sqrt(head_dim), for `queries` queries from r on and two blocks of positions from
+// score = q . k / sqrt(head_dim), for `queries` queries from r on and two cells of positions from
 // pos on; those after the span's end are overwritten or not read. The CPU can't foresee where the
-// next two blocks are, so the first tile prefetches them for all.
+// next two cells are, so the first tile prefetches them for all.
 INLINE void score_tile(const Task *task, int r, int pos, const int queries, const bool packed) {
     const int head_dim = task->c->head_dim, step = packed ? 16 : head_dim;
     const float scale = 1 / sqrtf((float)head_dim), *q = task->q + r;
     VecF *score = (VecF *)(task->score + r * SCORE_STRIDE + pos - task->start);
     VecF sum[ATT_QUERIES][2] = {0};
     const float *keys[4];
-    UNROLL for (int i = 0; i < 4; i++) keys[i] = block_of(task, pos + i * BLOCK);
+    UNROLL for (int i = 0; i < 4; i++) keys[i] = cell_of(task, pos + i * BLOCK);
     for (int j = 0; j < head_dim; j += step) {
         for (int k = 0; k < step; k++, q += ATT_TASK) {
             VecF key[2];
@@ -5760,12 +5743,12 @@ INLINE void value_tile(const Task *task, int r, int j, const int queries, const 
     const float *term = task->score + r * SCORE_STRIDE;
     VecF sum[ATT_QUERIES][2] = {0};
     for (int pos = task->start; pos < common; pos += BLOCK) {
-        const float *block = block_of(task, pos), *later = block_of(task, pos + 2 * BLOCK);
+        const float *cell = cell_of(task, pos), *later = cell_of(task, pos + 2 * BLOCK);
         for (int k = 0; k < min_int(BLOCK, common - pos); k++, term++) {
             VecF value[2];
             UNROLL for (int v = 0; v < 2; v++) {
                 if (r == 0) cache_prefetch(later, first + v * BLOCK + k, packed);
-                value[v] = cache_load(block, first + v * BLOCK, k, true, packed);
+                value[v] = cache_load(cell, first + v * BLOCK, k, true, packed);
             }
             UNROLL for (int i = 0; i < queries; i++) {
                 const VecF weight = splat_f(term[i * SCORE_STRIDE]);
@@ -5775,12 +5758,12 @@ INLINE void value_tile(const Task *task, int r, int j, const int queries, const 
         }
     }
     for (int pos = common; pos < end; pos++, term++) {
-        const float *block = block_of(task, pos);
+        const float *cell = cell_of(task, pos);
         UNROLL for (int i = 0; i < queries; i++) {
             const VecF weight = splat_f(term[i * SCORE_STRIDE]);
             if (pos >= len[i]) continue;
             UNROLL for (int v = 0; v < 2; v++) {
-                const VecF value = cache_load(block, first + v * BLOCK, pos % BLOCK, true, packed);
+                const VecF value = cache_load(cell, first + v * BLOCK, pos % BLOCK, true, packed);
                 sum[i][v] = mul_add_v(value, weight, sum[i][v]);
             }
         }
@@ -5844,12 +5827,12 @@ static void attend_task(const Worker *me, int kv_head, const int *blocks, int fi
         task->start = task->end;
         task->end = min_int(task->start + SPAN, task->len[task->n - 1]);
         for (int i = 0, pos = task->start; pos < task->end; i++, pos += BLOCK)
-            task->block[i] = cache_block(me->p, pair_of(me, kv_head), blocks, pos);
-        if (c->cache_bits == 8 && !packed) unpack_blocks(task);
-        if (four) attend_span(task, 4, true);
-        else if (queries == 2 && packed) attend_span(task, 2, true);
-        else if (queries == 2) attend_span(task, 2, false);
+            task->cell[i] = cache_cell(me->p, pair_of(me, kv_head), blocks, pos);
+        if (c->cache_bits == 8 && !packed) unpack_cells(task);
+        if (packed && queries == 2) attend_span(task, 2, true);
+        else if (packed && queries == 4) attend_span(task, 4, true);
         else if (packed) attend_span(task, ATT_QUERIES, true);
+        else if (queries == 2) attend_span(task, 2, false);
         else attend_span(task, ATT_QUERIES, false);
     }
     for (int r = 0; r < count; r++) {
@@ -5995,8 +5978,8 @@ static void run_head(const Worker *me, int i) {
     }
 }
 
-// Other tokens read a token only through its k and v. So in the last layer, only the rows that are
-// needed go on after these are stored, perhaps none: they move to the front.
+// Other tokens read a token only through its k and v. So in the last layer only needed rows go on
+// after these are stored: they move to the front of all that is read later, rows, x, q and g.
 static void keep_needed(const Worker *me) {
     const size_t dim = me->c->dim, q_dim = me->c->q_dim;
     size_t to = 0;

@@ -444,7 +444,7 @@ static double weight_bytes(void) {
 // Bytes that a token at position pos reads: the weights, the keys and values before it.
 static double token_bytes(int pos) {
     const Config *g = &m.config;
-    double kv = (double)g->n_kv_layers * g->n_kv_heads * block_at(g, 0, 1) * sizeof(float) / LANES;
+    double kv = (double)g->n_kv_layers * g->n_kv_heads * cell_at(g, 0, 1) * sizeof(float) / LANES;
     return weight_bytes() + pos * kv;
 }
 

@@ -428,8 +428,8 @@ static Worker *start_layer(Pass *p, int l, int n) {
 // Element j of a row's key, or of its value, as the tiles of attention read it
 static float number_of(const Pass *p, size_t pair, const Row *row, int j, bool value) {
     const Config *c = &p->m->config;
-    const int at = index_in_block(c, row->pos, j, value), i = at / LANES, k = value ? row->pos % BLOCK : i % 16;
-    const VecF vector = cache_load(cache_block(p, pair, row->blocks, row->pos), i - k, k, value, c->cache_bits == 8);
+    const int at = index_in_cell(c, row->pos, j, value), i = at / LANES, k = value ? row->pos % BLOCK : i % 16;
+    const VecF vector = cache_load(cache_cell(p, pair, row->blocks, row->pos), i - k, k, value, c->cache_bits == 8);
     return ((const float *)&vector)[at % LANES];
 }
 
@@ -1563,7 +1563,7 @@ static void test_json_messages(void) {
 // A cache for many texts has a quarter of the memory at most, and at least the blocks of one text.
 static void test_pool(void) {
     const Config c = {.n_kv_layers = 2, .n_kv_heads = 1, .head_dim = 64};
-    const double room = memory_size() / 4 / (block_at(&c, 1, 0) * sizeof(float));
+    const double room = memory_size() / 4 / (cell_at(&c, 1, 0) * sizeof(float));
     CHECK(pool_blocks(&c, 10 * LANES - 1, 3) == 30);
     CHECK(pool_blocks(&c, INT_MAX / 64 * 63, 32) == max_int((int)room, INT_MAX / 64 * 63 / LANES + 1));
     most_blocks = 25;
