@@ -5270,7 +5270,7 @@ static void cache_copy(const Pass *p, int to, int from) {
 // ------------------------------------------------------------------------------------------------
 // Threads: all run one function, a job, and meet its numbered loops in one order. A late thread
 // skips the loops that are over: nobody waits for it. So between two loops a job reads only what is
-// written once in it (Pass.kept), or an atomic that is only the next loop's count (n_chosen, place).
+// written once in it (Pass.n_needed), or an atomic that is the next loop's count (n_chosen, place).
 // A waiting thread spins for a moment, then sleeps. Who takes which slice changes no result.
 
 static int n_threads = 1;
