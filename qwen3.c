@@ -5187,13 +5187,13 @@ static double position_size(const Config *c) { return 8.0 * c->n_kv_layers * c->
 
 // ------------------------------------------------------------------------------------------------
 // The KV cache: a pool of blocks of BLOCK positions, the floats of a SIMD vector. So memory is
-// touched only as positions come into use. For each pair of a layer and a kv head, it has a cell:
+// touched only as positions come into use. For each pair of layer and kv head, a block has a cell:
 //
 //   keys    (head_dim, BLOCK positions)
 //   values  (value_dim / LANES, BLOCK positions, LANES columns)
 //
 // so that a vector of keys gives a vector of scores, one of values LANES columns of the result; and
-// a tile of attention reads keys from front to back, its values as one unbroken part of each block.
+// a tile of attention reads keys from front to back, its values as one unbroken part of each cell.
 //
 // With 8 bits, each 16 vectors are a record (16 divides head_dim). It has one group, elements e0 ..
 // e15, of each position p0, p1, .. of the block. If LANES is 8, the vectors are
@@ -5269,8 +5269,9 @@ static void cache_copy(const Pass *p, int to, int from) {
 
 // ------------------------------------------------------------------------------------------------
 // Threads: all run one function, a job, and meet its numbered loops in one order. A late thread
-// skips the loops that are over: nobody waits for it. So between two loops a job reads only what is
-// written once in it (Pass.n_needed), or an atomic that is the next loop's count (n_chosen, place).
+// skips the loops that are over: nobody waits for it. So its code between two loops may run while
+// others write in a later one. There it reads only what is written once in the job (Pass.n_needed),
+// or an atomic that is the next loop's count (n_chosen, place): for a late thread, any count will do.
 // A waiting thread spins for a moment, then sleeps. Who takes which slice changes no result.
 
 static int n_threads = 1;
@@ -5536,7 +5537,7 @@ INLINE void matmul_tile(const Matmul *part, int t, int row, const int tokens, co
             UNROLL for (int v = 0; v < vecs; v++)
                 sum[i][v] = splat(W_BIAS ? x.bias_fix[i * x_stride] : 0);
         }
-        for (int left = group * bits / 32; left > 0; left--) {  // words of a row
+        for (int left = group * bits / 32; left > 0; left--) {  // words of a group
             VecI low[MOST_VECS], high[MOST_VECS];
             UNROLL for (int v = 0; v < vecs; v++) {
                 low[v] = load_vector(words[v]);
