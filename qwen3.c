@@ -5271,7 +5271,7 @@ static void cache_copy(const Pass *p, int to, int from) {
 // Threads: all run one function, a job, and meet its numbered loops in one order. A late thread
 // skips the loops that are over: nobody waits for it. So its code between two loops may run while
 // others write in a later one. There it reads only what is written once in the job (Pass.n_needed),
-// or an atomic that is the next loop's count (n_chosen, place): there a late thread takes any count.
+// or an atomic that is the next loop's count (n_chosen, place): a late thread may take any count.
 // A waiting thread spins for a moment, then sleeps. Who takes which slice changes no result.
 
 static int n_threads = 1;
