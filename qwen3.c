@@ -2582,10 +2582,13 @@ typedef struct Choices {
 
 typedef struct Blocks { int *p, n; } Blocks;  // of the cache: position pos is in p[pos / block_len]
 
-typedef struct Kept {  // what is kept of a text that ended or had to stop
+typedef struct Kept {  // what is kept of a text that ended or had to stop, or at a mark
     int *ids;          // (n) the first ones, that ran
     size_t n;          // 0: nothing is kept
     Blocks blocks;     // with their keys and values
+    float *state;      // of the delta layers after the last of them: it can't be cut
+    const Text *from;  // this pass saves the state of this text there,
+    size_t mark;       // after so many ids
 } Kept;
 
 typedef struct Slot {  // what Part II has of a text, beside Text
@@ -2611,6 +2614,8 @@ typedef struct Slot {  // what Part II has of a text, beside Text
     struct Slot *asker;  // whose given answers it scores: its own, or another's (see add_helpers)
     // Many texts at once only:
     bool waited;       // it ran and had to stop, because the others needed blocks
+    bool half_run;     // Ctrl-C stopped a pass: its state is that of no ids
+    size_t marks[2];   // with states: a Kept is made after so many ids, for others and for itself
     int rows;          // ids that run in this pass, without guesses
     int first;         // the first of its needed rows, once these have moved to the front
     int guesses;       // so many ids after the text were guessed for this pass
@@ -2645,7 +2650,8 @@ typedef struct Engine {  // the program's state
     size_t reserve;    // with -o: tokens that must fit after that text's prompt
     // Many texts at once only:
     double *row_nll;   // (logit_rows) -log(probability) of the id after each, if it is there
-    Kept kept[MOST_TEXTS + 1];  // what was used last comes first
+    Kept kept[2 * MOST_TEXTS + 2];  // what was used last comes first
+    int n_kept;
     int *users;        // (Pass.n_blocks) how many texts that run, and Kepts, have this block
     int n_unused;      // blocks that nobody has
     int credit;        // of drafts: see there
@@ -2660,6 +2666,13 @@ typedef struct Engine {  // the program's state
     bool gave_notices, gave_blank_choice, gave_blank_prompt, gave_not_utf8;  // each is given once
     bool gave_escape;
 } Engine;
+
+static bool has_state(const Engine *e) { return state_size(&e->model.config) > 0; }
+
+// Returns how many Kepts there are. With states, some are at marks that texts share.
+static int count_kept(const Engine *e) {
+    return e->most_texts + (has_state(e) && e->most_texts > 1 ? 4 : 1);
+}
 
 // With -DPLAIN the next five functions differ. go_back makes n_run n or less, with -DPLAIN 0: the
 // ids from n_run on run again. keep_text keeps what ran of a text that ends, for later ones.
@@ -2698,10 +2711,16 @@ static bool run_pass(Engine *e) {
 // guesses do not) is never written again. So whoever shares a block finds in it what ran there. Two
 // texts share whole blocks; the block in which they begin to differ is copied. The contract: where
 // a text starts, or goes back, at most n ids count as run. The others run again: the same bits.
+//
+// A state of delta layers can't be cut: it is taken whole, or not at all. So a Kept is also made at
+// marks, where texts will go on: where texts of a list part, before a chat's generation prompt
+// (the next turn differs from there on), at the end of a prompt with given answers. The pass itself
+// saves the state there. A text that goes back gives all away, and begins again from a Kept.
 
 #ifndef CHECKED  // with it, the tests' functions of these names assert the invariant
 #define check_rows(e, n) (void)0
 #define check_copy(e, to, from) (void)0
+#define check_state_copy(to, from) (void)0
 #define give_up(n) (n)  // theirs draws a number up to n
 #endif
 
@@ -2721,7 +2740,6 @@ static int count_blocks(const Engine *e, size_t n) {
 }
 
 // A state can't go back, and is not shared yet.
-static bool has_state(const Engine *e) { return state_size(&e->model.config) > 0; }
 
 // Gives back the blocks after n ids, and the one that n cuts if others use it, because the text
 // would write there: then this block's ids run again.
@@ -2729,7 +2747,7 @@ static void go_back(Engine *e, Text *t, size_t n) {
     Blocks *blocks = &t->slot->own.blocks;
     const size_t len = e->pass->block_len;
     n = give_up(min_size(n, t->n_run));
-    if (has_state(e) && n < t->n_run) n = 0;
+    if (has_state(e) && n < t->n_run) n = 0;  // schedule takes what is kept
     cut_blocks(e, blocks, count_blocks(e, n));
     if (n % len && e->users[blocks->p[n / len]] > 1) {
         n -= n % len;
@@ -2758,22 +2776,32 @@ static void use_kept(Engine *e, Kept *kept) {
 // used the longest time ago. If it begins a Kept itself, this one stays.
 static void keep_text(Engine *e, Text *t) {
     Blocks *blocks = &t->slot->own.blocks;
-    Kept *kept = e->kept, *last = e->kept + e->most_texts;
-    const size_t n = has_state(e) ? 0 : t->n_run;
+    Kept *kept = e->kept, *last = e->kept + e->n_kept - 1;
+    const size_t n = t->slot->half_run ? 0 : t->n_run;
     cut_blocks(e, blocks, count_blocks(e, n));
+    if (n == 0) return;
     for (; kept < last; kept++) {
-        const size_t same = min_size(kept->n, n);
+        const size_t same = has_state(e) && kept->n != n ? 0 : min_size(kept->n, n);
         if (same > 0 && memcmp(kept->ids, t->ids.p, same * sizeof(int)) == 0) break;
     }
     if (kept == last || kept->n < n) {
-        const Blocks old = kept->blocks;
-        kept->blocks = *blocks;
-        *blocks = old;
+        Kept old = *kept;
+        *kept = (Kept){.ids = old.ids, .n = n, .blocks = *blocks, .state = t->slot->own.state};
         memcpy(kept->ids, t->ids.p, n * sizeof(int));
-        kept->n = n;
+        *blocks = old.blocks;
+        t->slot->own.state = old.state;
     }
     cut_blocks(e, blocks, 0);
-    use_kept(e, kept);
+    if (!has_state(e) || t->ending == GOES_ON || e->most_texts == 1) use_kept(e, kept);
+}
+
+// Takes blocks from Kepts until n are unused. Returns false if they are fewer.
+static bool free_blocks(Engine *e, int n) {
+    for (int i = e->n_kept - 1; i >= 0 && e->n_unused < n; i--) {
+        cut_blocks(e, &e->kept[i].blocks, 0);
+        e->kept[i].n = 0;
+    }
+    return e->n_unused >= n;
 }
 
 // Gives a text the blocks that it lacks for its ids and `more`. Returns false, and gives none, if
@@ -2782,11 +2810,7 @@ static bool take_blocks(Engine *e, Text *t, int more, int spare) {
     const size_t n = min_size(t->ids.n + more, t->context);  // the last id may not fit, nor run
     Blocks *blocks = &t->slot->own.blocks;
     int lacks = count_blocks(e, n) - blocks->n;
-    for (int i = e->most_texts; i >= 0 && e->n_unused < lacks + spare; i--) {
-        cut_blocks(e, &e->kept[i].blocks, 0);
-        e->kept[i].n = 0;
-    }
-    if (e->n_unused < lacks + spare) return false;
+    if (!free_blocks(e, lacks + spare)) return false;
     for (int block = 0; lacks > 0; block++) {
         if (e->users[block]) continue;
         add_block(e, blocks, block);
@@ -2795,22 +2819,25 @@ static bool take_blocks(Engine *e, Text *t, int more, int spare) {
     return true;
 }
 
-static Kept what_ran(const Text *t) { return (Kept){t->ids.p, t->n_run, t->slot->own.blocks}; }
+static Kept what_ran(const Text *t) {
+    const Slot *slot = t->slot;
+    return (Kept){t->ids.p, t->n_run, slot->own.blocks, slot->own.state, NULL, 0};
+}
 
-// Finds what a text that starts can take the most ids from: a Kept, which counts as used then, or
-// a text that runs. Of the result, n is the number of these ids.
+// Finds what a text can take the most ids from: a Kept, and this counts as its use, or a text that
+// runs. The result's n is the number of these ids: with a state, all that ran into it, or none.
 static Kept find_beginning(Engine *e, const Text *t) {
-    const int n_kept = e->most_texts + 1;
     Kept best = {0};
     int from = -1;
-    for (int i = 0; !has_state(e) && i < n_kept + e->n_running; i++) {
-        Kept there = i < n_kept ? e->kept[i] : what_ran(e->order[i - n_kept]);
-        there.n = count_common(t, there.ids, there.n);
-        if (there.n <= best.n) continue;
+    for (int i = 0; i < e->n_kept + e->n_running; i++) {
+        Kept there = i < e->n_kept ? e->kept[i] : what_ran(e->order[i - e->n_kept]);
+        const size_t same = count_common(t, there.ids, there.n);
+        if (same <= best.n || (has_state(e) && same < there.n)) continue;
         best = there;
+        best.n = same;
         from = i;
     }
-    if (from >= 0 && from < n_kept) use_kept(e, &e->kept[from]);
+    if (from >= 0 && from < e->n_kept) use_kept(e, &e->kept[from]);
     return best;
 }
 
@@ -2820,23 +2847,17 @@ static void stop_text(Engine *e, Text *t) {
     t->n_run = 0;
 }
 
-// Starts the first text that waits. The ids that it takes count as run. Returns false if it goes on
-// waiting: for a text that will soon have run a block or more of the same ids, or for blocks.
-// Beside its own, one must be left for it and for each text that runs. Alone it takes all.
-static bool start_text(Engine *e) {
-    Text *t = e->order[e->n_running];
+// Gives a text its blocks, and what it takes from a beginning: these ids count as run. Returns
+// false, and gives nothing, if fewer than `spare` blocks would stay unused.
+static bool begin_text(Engine *e, Text *t, Kept from, int spare) {
     Slot *slot = t->slot;
     Blocks *blocks = &slot->own.blocks;
-    const Kept from = find_beginning(e, t);
-    const size_t len = e->pass->block_len, n = give_up(from.n);
+    const size_t len = e->pass->block_len, size = state_size(&e->model.config);
+    const size_t some = give_up(from.n), n = size && some < from.n ? 0 : some;
     const int whole = (int)(n / len);
-    for (int i = 0; !has_state(e) && i < e->n_running; i++) {
-        const Ids *ids = &e->order[i]->ids;
-        if (count_common(t, ids->p, ids->n) >= from.n + len) return false;
-    }
     while (blocks->n < whole) add_block(e, blocks, from.blocks.p[blocks->n]);
-    t->n_run = whole * len;
-    if (!take_blocks(e, t, 0, e->n_running ? e->n_running + 1 : 0)) {
+    t->n_run = size ? 0 : whole * len;
+    if (!take_blocks(e, t, 0, spare)) {
         stop_text(e, t);
         return false;
     }
@@ -2844,8 +2865,54 @@ static bool start_text(Engine *e) {
         cache_copy(e->pass, blocks->p[whole], from.blocks.p[whole]);
         check_copy(e, blocks->p[whole], from.blocks.p[whole]);
     }
+    if (n && size) {
+        memcpy(slot->own.state, from.state, size * sizeof(float));
+        check_state_copy(slot->own.state, from.state);
+    }
     t->n_run = n;
-    if (!slot->waited) slot->cached = n;
+    return true;
+}
+
+// Marks where others part from a text, which has `same` ids in common with one of them. If those
+// that wait have fewer in common, but half as many, the mark is where the first of them parts.
+static void set_mark(Engine *e, const Text *t, size_t same) {
+    size_t *mark = &t->slot->marks[0];
+    if (*mark > t->n_run) return;
+    *mark = same;
+    for (int i = e->n_running; i < e->n_texts; i++) {
+        const size_t n = count_common(e->order[i], t->ids.p, t->ids.n);
+        if (2 * n >= same && n < *mark) *mark = n;
+    }
+}
+
+// Returns true if a text that runs will soon have run a block or more of the same ids, beyond the n
+// that t can take now. Then t waits.
+static bool should_wait(Engine *e, const Text *t, size_t n) {
+    const size_t more = n + e->pass->block_len;
+    for (int i = 0; i < e->n_running; i++) {
+        const Text *other = e->order[i];
+        const size_t same = count_common(t, other->ids.p, other->ids.n), *mark = other->slot->marks;
+        if (same < more) continue;
+        if (!has_state(e)) return true;
+        set_mark(e, other, same);
+        if (*mark > other->n_run && *mark >= more && *mark <= same) return true;
+    }
+    return false;
+}
+
+// Starts the first text that waits. Returns false if it goes on waiting, for another text or for
+// blocks: beside its own, one must be left for it and for each text that runs. Alone it takes all.
+// Where it parts from a Kept whose state it could not take, the next text may part, too.
+static bool start_text(Engine *e) {
+    Text *t = e->order[e->n_running];
+    const Kept from = find_beginning(e, t);
+    if (should_wait(e, t, from.n)) return false;
+    if (!begin_text(e, t, from, e->n_running ? e->n_running + 1 : 0)) return false;
+    for (int i = 0; has_state(e) && i < e->n_kept; i++) {
+        const size_t same = count_common(t, e->kept[i].ids, e->kept[i].n);
+        if (same >= t->n_run + e->pass->block_len) set_mark(e, t, same);
+    }
+    if (!t->slot->waited) t->slot->cached = t->n_run;
     e->n_running++;
     return true;
 }
@@ -2857,6 +2924,10 @@ static void start_texts(Engine *e) {
 // Sets which texts run. A prompt has its blocks, but an answer may need another one. If there is
 // none, the youngest text, perhaps this one, has to wait. A text alone may take all blocks.
 static void schedule(Engine *e) {
+    for (int i = 0; i < e->n_running; i++) {
+        Text *t = e->order[i];
+        if (t->slot->own.blocks.n == 0) begin_text(e, t, find_beginning(e, t), 0);  // went back
+    }
     start_texts(e);
     for (int i = 0; i < e->n_running; i++) {
         while (i < e->n_running && !take_blocks(e, e->order[i], 0, 0)) {
@@ -2919,6 +2990,38 @@ static void draft_texts(Engine *e) {
 // ------------------------------------------------------------------------------------------------
 // A pass: the ids that have not run, of all texts, as many as fit
 
+// Returns where the state of a text after n ids is saved, or NULL if that is no mark of it.
+static float *save_at(Engine *e, const Text *t, size_t n) {
+    const size_t *marks = t->slot->marks;
+    Kept *kept = &e->kept[e->n_kept - 1];
+    if (!has_state(e) || (n != marks[0] && n != marks[1]) || kept->from) return NULL;
+    cut_blocks(e, &kept->blocks, 0);
+    memcpy(kept->ids, t->ids.p, n * sizeof(int));
+    kept->n = 0;
+    kept->from = t;
+    kept->mark = n;
+    use_kept(e, kept);
+    return e->kept[0].state;
+}
+
+// Completes a Kept whose state was to be saved in the last pass; not if Ctrl-C stopped that.
+static void finish_kept(Engine *e, Kept *kept, bool saved) {
+    const size_t len = e->pass->block_len, n = kept->mark;
+    const Text *t = kept->from;
+    kept->from = NULL;
+    if (!t || !saved || !free_blocks(e, n % len > 0)) return;
+    const int *theirs = t->slot->own.blocks.p, whole = (int)(n / len);
+    while (kept->blocks.n < whole) add_block(e, &kept->blocks, theirs[kept->blocks.n]);
+    if (n % len) {
+        int block = 0;
+        while (e->users[block]) block++;
+        add_block(e, &kept->blocks, block);
+        cache_copy(e->pass, block, theirs[whole]);
+        check_copy(e, block, theirs[whole]);
+    }
+    kept->n = n;
+}
+
 // Makes the rows of the next pass and returns how many they are. Each text that runs gets one at
 // least, the first texts as many as fit. A row needs logits if the id after it is to be drawn or
 // scored: so of a prompt's rows only the last does. A scored text's last id need not run.
@@ -2935,8 +3038,8 @@ static int make_rows(Engine *e) {
         for (size_t pos = t->n_run; pos < end; pos++) {
             const bool needed = pos + 1 >= t->target;
             if (n + later == p->batch || n_needed + later == p->logit_rows) break;
-            p->rows[n++] = (Row){t->ids.p[pos], (int)pos, slot->own.blocks.p,
-                                 slot->own.state, NULL, needed, t};
+            p->rows[n++] = (Row){t->ids.p[pos], (int)pos, slot->own.blocks.p, slot->own.state,
+                                   save_at(e, t, pos + 1), needed, t};
             n_needed += needed;
             slot->rows += pos < t->ids.n;  // draw adds a right guess to n_run
         }
@@ -2993,12 +3096,16 @@ static void prepare_passes(Engine *e, int context) {
     e->n_unused = e->pass->n_blocks;
     e->users = alloc(e->pass->n_blocks, sizeof(int), "the texts");
     e->row_nll = alloc(e->pass->logit_rows, sizeof(double), "the texts");
-    for (int i = 0; i <= e->most_texts; i++) {
+    const size_t size = state_size(&e->model.config);
+    e->n_kept = count_kept(e);
+    for (int i = 0; i < e->n_kept; i++) {
         e->kept[i] = (Kept){.ids = alloc(context, sizeof(int), "the texts")};
         e->kept[i].blocks.p = alloc(n, sizeof(int), "the texts");
-        if (i == e->most_texts) continue;
+        e->kept[i].state = alloc(size, sizeof(float), "the texts");
+    }
+    for (int i = 0; i < e->most_texts; i++) {
         e->slots[i].own.blocks.p = alloc(n, sizeof(int), "the texts");
-        e->slots[i].own.state = alloc(state_size(&e->model.config), sizeof(float), "the texts");
+        e->slots[i].own.state = alloc(size, sizeof(float), "the texts");
     }
 }
 
@@ -3010,7 +3117,10 @@ static bool run_pass(Engine *e) {
     check_rows(e, n);
     if (n == 0 && !interrupted)  // after Ctrl-C draw adds no id: then there is no row
         die("texts: %d wait and none can run; please report this", e->n_texts);
-    if (n == 0 || !forward_rows(e->pass, n)) return false;
+    const bool done = n > 0 && forward_rows(e->pass, n);
+    for (int i = 0; i < e->n_kept; i++) finish_kept(e, &e->kept[i], done);
+    for (int i = 0; i < e->n_running; i++) e->order[i]->slot->half_run = has_state(e) && n && !done;
+    if (!done) return false;
     for (int i = 0; i < e->n_running; i++) e->order[i]->n_run += e->order[i]->slot->rows;
     e->n_rows += n;
     if (e->pass->n_needed == 0) return true;
@@ -3347,8 +3457,9 @@ static const char *encode_choices(Engine *e, Bytes prompt, const Ids *ids) {
 static void end_thinking(Engine *e, Text *t) {
     const bool closed = e->mode == CHAT && t->ids.p[t->ids.n - 1] == e->tokenizer.end_think;
     const Ids *ids = t->slot->thinking ? &e->budget_text : closed ? &e->after_think : NULL;
-    go_back(e, t, t->ids.n - 1);  // the logits are needed once more
     for (size_t i = 0; ids && i < ids->n; i++) add_id(&e->tokenizer, t, ids->p[i]);
+    go_back(e, t, t->ids.n - 1);  // the logits of the last id are needed, perhaps once more
+    t->slot->marks[1] = t->ids.n - (t->slot->own.choices.before > 0);
     t->max_ids = t->ids.n;  // so draw_next returns LIMIT_REACHED once the last id has run
     t->context = e->model.context;
     t->slot->choice = FIRST_IDS;
@@ -3431,7 +3542,8 @@ static bool next_piece(Engine *e, Text *t) {
     return true;
 }
 
-// Adds a prompt's text, to wait, in a free place. rng is its sampler's first state. goes_on: the prompt ends behind any thinking, in an answer.
+// Adds a prompt's text, to wait, in a free place. rng is its sampler's first state. goes_on: the
+// prompt ends after any thinking, in an answer.
 static Text *add_text(Engine *e, const Ids *prompt, uint64_t rng, bool goes_on) {
     Text *t = e->order[e->n_texts++];
     const size_t n = prompt->n, vocab_size = e->tokenizer.vocab_size;
@@ -3460,6 +3572,12 @@ static Text *add_text(Engine *e, const Ids *prompt, uint64_t rng, bool goes_on) 
     if (e->mode == PERPLEXITY) t->ids.n = 1, next_piece(e, t);  // as if its first id were a piece
     writer_thinks(t->writer, slot->thinking);
     const bool may_think = e->may_think && !goes_on && o->n != 0 && n <= t->context;
+    if (has_state(e) && e->mode == CHAT && !t->writer->to) {
+        size_t mark = n - 1;  // the generation prompt: from there on the next turn differs
+        while (mark > 0 && !(e->tokenizer.kind[prompt->p[mark]] & SPECIAL)) mark--;
+        slot->marks[0] = mark;
+    }
+    if (e->kind >= CHOICES && may_think) slot->marks[1] = n - 1;
     if (e->kind >= CHOICES && !may_think) end_thinking(e, t);
     return t;
 }
@@ -4249,6 +4367,8 @@ static void load_model(Engine *e) {
         die_usage("-o: %s is made for -m %s, expected -m", o->model, modes[e->mode].name);
     e->kind = o->member ? OWN_CHOICES : o->answers ? CHOICES : (int)e->mode;
     e->most_texts = is_list(o) || o->answers ? min_int(MOST_TEXTS, o->batch) : 1;
+    const double states = memory_size() / 4 / sizeof(float) / fmax(state_size(c), 1);
+    while (e->most_texts > 1 && e->most_texts + count_kept(e) > states) e->most_texts--;
     c->cache_bits = o->cache_bits;
     if (c->cache_bits == 8 && c->head_dim % 16)
         die("-C 8: expected heads of a multiple of 16, found %d (%s)", c->head_dim, o->model);

@@ -212,6 +212,7 @@ static int fuzz_fprintf(const char *format, ...) {
 struct Engine;
 static void check_rows(const struct Engine *e, int n);  // see naive.h
 static void check_copy(const struct Engine *e, int to, int from);
+static void check_state_copy(float *to, const float *from);
 static size_t give_up(size_t n);
 #include "../qwen3.c"
 #undef exit

@@ -39,12 +39,25 @@ static uint64_t *hash_at(const Engine *e, int block, size_t pos) {
     return &ran[i].hash[block * len + pos % len];
 }
 
+// What ran into each state, as a hash of the ids
+static struct { const float *state; uint64_t hash; } states[200];
+
+static uint64_t *state_of(const float *state) {
+    int i = 0;
+    while (i < 200 && states[i].state && states[i].state != state) i++;
+    if (i == 200) die("more than 200 states");
+    states[i].state = state;
+    return &states[i].hash;
+}
+
+static void check_state_copy(float *to, const float *from) { *state_of(to) = *state_of(from); }
+
 // Asserts the invariant before n rows run: each text finds in its blocks what its ids before them have
 // left there, and each row is written into a block with one user.
 static void check_rows(const Engine *e, int n) {
     const Row *row = e->pass->rows, *end = row + n;
     int unused = e->pass->n_blocks;
-    for (int i = 0; i <= e->most_texts; i++) {
+    for (int i = 0; i < e->n_kept; i++) {
         const Kept *kept = &e->kept[i];
         uint64_t hash = 0;
         for (size_t pos = 0; pos < kept->n; pos++) {
@@ -52,6 +65,7 @@ static void check_rows(const Engine *e, int n) {
             if (*hash_at(e, kept->blocks.p[pos / e->pass->block_len], pos) != hash)
                 die("Kept %d: position %zu is another's", i, pos);
         }
+        if (kept->n && has_state(e) && *state_of(kept->state) != hash) die("Kept %d: its state is another's", i);
     }
     for (int i = 0; i < e->pass->n_blocks; i++) unused -= e->users[i] > 0;
     if (unused != e->n_unused) die("blocks: %d are unused, not %d", unused, e->n_unused);
@@ -61,11 +75,15 @@ static void check_rows(const Engine *e, int n) {
         for (size_t pos = 0; pos < t->n_run || (row < end && row->text == t); pos++) {
             const int block = t->slot->own.blocks.p[pos / e->pass->block_len];
             uint64_t *there = hash_at(e, block, pos);
+            if (pos == t->n_run && pos > 0 && has_state(e) && *state_of(t->slot->own.state) != hash)
+                die("the state after %zu ids is another's", pos);
             hash = next_hash(hash, t->ids.p[pos]);
+            if (pos >= t->n_run && has_state(e) && row->saved) *state_of(row->saved) = hash;
             if (pos < t->n_run ? *there != hash : (e->users[block] != 1 || row++->pos != (int)pos))
                 die("block %d of %d users: position %zu is another's", block, e->users[block], pos);
             *there = hash;
         }
+        if (has_state(e)) *state_of(t->slot->own.state) = hash;
     }
     if (row != end) die("rows: %d belong to no text that runs", (int)(end - row));
 }

@@ -65,6 +65,7 @@ static int affinity(pid_t process, size_t size, cpu_set_t *set) {
 struct Engine;
 static void check_rows(const struct Engine *e, int n);  // see naive.h
 static void check_copy(const struct Engine *e, int to, int from);
+static void check_state_copy(float *to, const float *from);
 static size_t give_up(size_t n);
 #include "../qwen3.c"
 #include "naive.h"
