@@ -1525,7 +1525,7 @@ static void test_json(void) {
 }
 
 static void test_json_messages(void) {
-    static Tables tables;  // 2 MB
+    static Tables tables = {.join = {(const uint8_t *)"\n", 1}};  // 2 MB
     const Tokenizer tok = {.tables = &tables};
     const struct { const char *line, *roles, *last; } cases[] = {  // NULL: an error
         {"[{\"role\":\"user\",\"content\":\"a\"}]", "u", "a"},
