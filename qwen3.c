@@ -2571,13 +2571,14 @@ typedef struct Choice {  // a given answer
     Buffer text;
     size_t n_tokens;
     Ids ids;           // its tokens; ANY_STOP follows if another one begins with it
+    bool same_ids, same_text;  // as another one of its row
 } Choice;
 
 typedef struct Choices {
     Choice *p;
     int n;
     size_t cap;
-    size_t before;     // so many ids of the prompt, all or none, stand before the tokens of each
+    size_t before;     // ids of the prompt's end that each one begins with (see encode_choices)
 } Choices;
 
 typedef struct Blocks { int *p, n; } Blocks;  // of the cache: position pos is in p[pos / block_len]
@@ -3408,49 +3409,118 @@ static Bytes strip_end(const Tokenizer *tok, Bytes text) {
     return (Bytes){text.p, end};
 }
 
-// Returns what is wrong with the tokens of the given answers, or NULL. Counts them.
-static const char *check_choices(const Tokenizer *tok, Choices *all) {
-    for (Choice *c = all->p; c < all->p + all->n; c++) {
-        const size_t n = c->ids.n;
-        const char *wrong = n > all->before ? NULL : "adds no token to the prompt";
-        bool begins = false;  // another one
-        for (size_t i = all->before; i < n; i++)
-            if (is_stop(tok, c->ids.p[i])) wrong = "has a token that ends answers, expected none";
-        for (const Choice *other = all->p; !wrong && other < all->p + all->n; other++) {
-            if (other == c || other->ids.n < n) continue;
-            if (memcmp(other->ids.p, c->ids.p, n * sizeof(int)) != 0) continue;
-            if (other->ids.n == n) wrong = "has the same tokens as another answer";
-            begins = true;
-        }
-        if (wrong) return say("%.*s: %s", (int)min_size(c->text.n, 200), c->text.p, wrong);
-        c->n_tokens = n - all->before;
+// Returns an offset in a raw prompt. Whatever follows the prompt, what is before the offset has the
+// same ids, and the rest is encoded as if it stood alone: a piece ends there, behind a letter or a
+// number, and no added token that the prompt begins and a TEXT ends can begin before it.
+static size_t find_cut(const Tokenizer *tok, Bytes text) {
+    const bool normalized = tok->tables->has_normalized;  // NFC may make such a token shorter
+    size_t most = text.n - min_size(text.n, normalized ? 4 * LONGEST_ADDED : LONGEST_ADDED);
+    while (!normalized && most < text.n && !tok->tables->added_start[text.p[most]]) most++;
+    size_t cut = 0;
+    for (size_t at = 0, class = OTHER; at < text.n && at <= most;) {
+        const Char c = char_at(tok, text, at);
+        const bool ends = class == NUMBER || class == LETTER;
+        if (ends && c.class != LETTER && !is_active(tok, c)) cut = at;
+        class = c.class;
+        at += c.n;
+    }
+    return cut;
+}
+
+// Returns how many ids of a raw prompt need not be encoded anew with each TEXT, and takes away what
+// they stand for. These are at least the ids that no bytes make: the prefix; of no text all.
+static size_t keep_ids(const Tokenizer *tok, const Ids *ids, Bytes *prompt) {
+    const Bytes text = strip_end(tok, *prompt);
+    const size_t cut = find_cut(tok, text);
+    Ids kept = {0};
+    if (text.n == 0) return ids->n;
+    encode_part(tok, (Bytes){text.p, cut}, true, &kept);
+    const bool same = kept.n <= (ids->n - tok->prefix.n)  // else the cut is inside an added token
+        && (kept.n == 0 || !memcmp(kept.p, ids->p + tok->prefix.n, kept.n * sizeof(int)));
+    if (same) *prompt = bytes_from(*prompt, cut);
+    free(kept.p);
+    return tok->prefix.n + (same ? kept.n : 0);
+}
+
+static int compare_bytes(Bytes a, Bytes b) {
+    const int order = memcmp(a.p, b.p, min_size(a.n, b.n));
+    return order ? order : (a.n > b.n) - (a.n < b.n);
+}
+
+// The order of ids: one that begins others comes before them. Then that of texts, then of places
+static int compare_choices(const void *a, const void *b) {
+    const Choice *x = *(Choice *const *)a, *y = *(Choice *const *)b;
+    const Ids *i = &x->ids, *k = &y->ids;
+    int order = compare_bytes((Bytes){(uint8_t *)i->p, i->n * sizeof(int)},
+                              (Bytes){(uint8_t *)k->p, k->n * sizeof(int)});
+    if (order == 0) order = compare_bytes(bytes_of(&x->text), bytes_of(&y->text));
+    return order ? order : (x > y) - (x < y);
+}
+
+// Finds the given answers that begin another one, or are as another one. Returns one of these.
+static const Choice *compare_all(Choices *all) {
+    Choice **sorted = grow(NULL, &(size_t){0}, 0, all->n, sizeof(*sorted)), *equal = NULL;
+    bool begins = false;
+    for (int i = 0; i < all->n; i++) sorted[i] = &all->p[i];
+    qsort(sorted, all->n, sizeof(*sorted), compare_choices);
+    for (int i = all->n - 1; i >= 0; i--) {  // what c begins, if anything, comes next
+        Choice *c = sorted[i], *next = i + 1 < all->n ? sorted[i + 1] : NULL;
+        const bool fits = next && next->n_tokens >= c->n_tokens
+            && !memcmp(c->ids.p, next->ids.p, (all->before + c->n_tokens) * sizeof(int));
+        const bool same = fits && next->n_tokens == c->n_tokens;
+        if (same) next->same_ids = true;
+        if (same) next->same_text = bytes_equal(bytes_of(&c->text), bytes_of(&next->text));
+        if (same) equal = next;
+        else begins = fits;
         if (begins) ids_add(&c->ids, ANY_STOP);
     }
-    return NULL;
+    free(sorted);
+    return equal;
 }
 
 // Encodes the given answers of the next text. With `ids` of its raw prompt, prompt and TEXT are
 // encoded together, as lm-evaluation-harness does: the first ids->n ids are the prompt's.
-// (encode_text has left out its last blanks.) Returns what is wrong, or NULL.
+// (encode_text has left out its last blanks.) A TEXT's ids begin with the prompt's end, from the
+// first id on that another encoding changes for any TEXT. Returns what is wrong, or NULL.
 static const char *encode_choices(Engine *e, Bytes prompt, const Ids *ids) {
     const Tokenizer *tok = &e->tokenizer;
     Choices *all = &e->next;
-    size_t longest = 0;
+    Buffer text = {0};
     if (all->n == 0) return NULL;  // reserve stays 0
-    all->before = ids ? ids->n : 0;
-    // Ids that no bytes make: the prefix; of an empty prompt all
-    const size_t copied = !ids ? 0 : strip_end(tok, prompt).n ? tok->prefix.n : ids->n;
-    for (Choice *c = all->p; c < all->p + all->n; c++) {
-        Buffer text = {0};
+    const size_t kept = ids ? keep_ids(tok, ids, &prompt) : 0, n = ids ? ids->n : 0;
+    const size_t closing = e->may_think ? e->budget_text.n + 1 : 0, context = e->model.context;
+    const size_t room = context - min_size(context, e->prompt.n + closing);
+    size_t same = n, longest = 0;
+    if (ids && (prompt.n + 40.0) * all->n > 20e6)
+        return say("too long, expected a shorter last word: all answers encode its %zu bytes anew",
+                   prompt.n);
+    for (Choice *c = all->p; c < all->p + all->n && !interrupted; c++) {
+        text.n = 0;
         if (ids) buffer_add(&text, prompt);
         buffer_add(&text, bytes_of(&c->text));
-        for (size_t i = 0; i < copied; i++) ids_add(&c->ids, ids->p[i]);
         encode_part(tok, bytes_of(&text), e->mode == GENERATE, &c->ids);
-        free(text.p);
-        if (c->ids.n > longest) longest = c->ids.n;
+        for (size_t i = kept; i < same; i++)
+            if (i - kept == c->ids.n || c->ids.p[i - kept] != ids->p[i]) same = i;
     }
-    e->reserve = longest - all->before + (e->may_think ? e->budget_text.n + 1 : 0);
-    return check_choices(tok, all);
+    free(text.p);
+    all->before = n - same;
+    for (Choice *c = all->p; c < all->p + all->n && !interrupted; c++) {
+        const char *wrong = NULL;
+        c->ids.n -= same - kept;
+        memmove(c->ids.p, c->ids.p + same - kept, c->ids.n * sizeof(int));
+        c->n_tokens = c->ids.n - min_size(c->ids.n, all->before);
+        if (c->n_tokens > longest) longest = c->n_tokens;
+        for (size_t i = all->before; i < c->ids.n; i++)
+            if (is_stop(tok, c->ids.p[i])) wrong = "has a token that ends answers, expected none";
+        if (c->n_tokens == 0) wrong = "adds no token to the prompt";
+        if (c->n_tokens > room) wrong = "too long, expected to fit into the context (-c) after it";
+        if (wrong) return say("%.*s: %s", (int)min_size(c->text.n, 200), c->text.p, wrong);
+    }
+    e->reserve = longest + closing;
+    const Choice *equal = interrupted ? NULL : compare_all(all);
+    if (!equal || e->kind == OWN_CHOICES) return NULL;
+    return say("%.*s: has the same tokens as another answer", (int)min_size(equal->text.n, 200),
+               equal->text.p);
 }
 
 // Ends the thinking, if there is any, in spite of -n.
@@ -3514,11 +3584,13 @@ static bool next_choice(Engine *e, Text *t) {
 // *mass the probability of all. Integers are added, of 2^-60: so the TEXTs' order changes no bit.
 static int find_likeliest(const Slot *slot, double *sum, double *mass) {
     const double *nll = slot->own.nll;
+    const Choice *choices = slot->own.choices.p;
     const int n = slot->own.choices.n;
     __uint128_t all = 0;
     int best = 0;
     for (int i = 1; i < n; i++) best = nll[i] < nll[best] ? i : best;
-    for (int i = 0; i < n; i++) all += (uint64_t)ldexp(exp(nll[best] - nll[i]), 60);
+    for (int i = 0; i < n; i++)
+        if (!choices[i].same_ids) all += (uint64_t)ldexp(exp(nll[best] - nll[i]), 60);
     *sum = ldexp((double)all, -60);
     *mass = exp(-nll[best]) * *sum;
     return best;
@@ -3800,6 +3872,7 @@ static void buffer_add_choices(Buffer *out, const Slot *slot, int kind) {
     const int best = find_likeliest(slot, &sum, &mass);
     buffer_add_json(out, bytes_of(&all->p[best].text), false);
     for (int i = 0; i < all->n; i++) {
+        if (all->p[i].same_text) continue;  // never the first
         buffer_add(out, bytes(i ? "," : ",\"p\":{"));
         buffer_add_json(out, bytes_of(&all->p[i].text), false);
         buffer_print(out, ":%.*g", SCORE_DIGITS, exp(nll[best] - nll[i]) / sum);
@@ -4416,7 +4489,9 @@ static bool read_prompt(Engine *e) {
 // blanks before a text's own given answers are encoded with these.)
 static void encode_text(const Engine *e, Bytes text, Ids *ids) {
     const Tokenizer *tok = &e->tokenizer;
-    encode_raw(tok, e->kind == OWN_CHOICES ? strip_end(tok, text) : text, ids);
+    const bool own = e->kind == OWN_CHOICES;  // then the answers come in front of a suffix
+    encode_raw(tok, own ? strip_end(tok, text) : text, ids);
+    if (own) ids->n -= tok->suffix.n;
     if (e->mode == GENERATE && ids->n == 0) ids_add(ids, tok->end_of_text);
 }
 
@@ -4716,6 +4791,8 @@ typedef struct {
     Engine *e;
     Lines in;
     size_t failed;          // lines that were an error
+    size_t nameless;        // lines without the member of -o @NAME: only the first is reported
+    bool silent;            // the line that is read is another one
     size_t read;            // lines that were read
     size_t written;         // lines that were written
     Buffer lines[AHEAD];    // of the output: line i is at i % AHEAD; it is done if it ends in \n
@@ -4778,7 +4855,8 @@ static void count_text(List *l, const Text *t) {
 // Ends line `number` with its text's result, its ids or an error. Writes what is done, in order.
 static void end_line(List *l, size_t number, const Text *t, const char *error) {
     const bool is_new = number >= l->in_file;  // else FILE has its result
-    if (error && is_new) report("%.600s: line %zu: %s", l->in.name, number + 1, error);
+    if (error && is_new && (t || !l->silent))
+        report("%.600s: line %zu: %s", l->in.name, number + 1, error);
     l->failed += error && is_new;
     if (t && is_new) count_text(l, t);
     else if (!error && is_new) l->prompt_tokens += l->e->prompt.n;
@@ -4857,28 +4935,27 @@ static const char *take_line(List *l, Bytes line, bool *empty) {
 
 // Encodes a line into e->prompt, after Ctrl-C perhaps not all. Returns what is wrong, or NULL.
 static const char *encode_line(List *l, Bytes line) {
-    static const char too_long[] = "too long, expected at most 1 GB, less where memory is small";
     Engine *e = l->e;
     Ids *ids = &e->prompt;
     const Json object = {.rest = line, .n = line.n, .text = &e->input};
     const bool chat = e->mode == CHAT, own = e->kind == OWN_CHOICES;
     const Conversation *talk = &e->conversation;
-    if (line.n > l->in.most) return too_long;
+    if (line.n > l->in.most) return "too long, expected at most 1 GB, less where memory is small";
     bool empty = false;
     const char *error = take_line(l, line, &empty);
     if (own) e->reserve = 0;  // not known yet
+    l->silent = !error && own && !json_member(object, e->options.member).rest.n && l->nameless++;
     if (!error && own) error = take_choices(object, e->options.member, &e->next);
     if (error) return error;
     size_t size = 0;
     for (size_t i = 0; i < talk->n; i++) size += talk->p[i].text.n;
-    if (own && (size + 100.0) * e->next.n > l->in.most) return too_long;  // encoded with each
     error = too_large(e, size);
     if (error) return error;
     ids->n = 0;
     if (chat) render(&e->tokenizer, talk, 0, e->switched_on, ids);
     else encode_text(e, bytes_of(&talk->p[0].text), ids);
-    if (own) error = encode_choices(e, bytes_of(&talk->p[0].text), chat ? NULL : ids);
-    if (!error && !interrupted) error = wrong_length(e, empty, ids);
+    error = interrupted ? NULL : wrong_length(e, empty, ids);
+    if (!error && own) error = encode_choices(e, bytes_of(&talk->p[0].text), chat ? NULL : ids);
     if (!error) check_blanks(e);
     return error;
 }

@@ -284,7 +284,6 @@ def test_own_answers_are_those_of_all(tiny):
 @pytest.mark.parametrize("own, error", [
     ("", "bad own at byte 1"), (', "own": "a"', "an array of two"), (', "own": ["a"]', "an array of two"),
     (', "own": ["a", 7]', "an array of two"), (', "own": ["a", ""]', "none empty"),
-    (', "own": ["a", "a"]', "a: has the same tokens"), (', "own": ["\u00e9", "e\u0301"]', "has the same tokens"),
     (', "own": ["a", "b"], "nll": 1', "which this run adds"), (', "own": ["a", "%s"]' % ("b c " * 99), "too long")])
 def test_wrong_answers_of_a_row(tiny, own, error):
     """Its error; the others run."""
@@ -293,6 +292,69 @@ def test_wrong_answers_of_a_row(tiny, own, error):
     first, bare, last = result.stdout.splitlines()
     assert result.returncode == 1 and error in json.loads(first)["error"] and json.loads(first)["choice"] is None
     assert bare == b"null" and json.loads(last)["choice"] in "ab"
+
+
+def own_lines(model, rows, *args):
+    data = "\n".join(map(json.dumps, rows)).encode()
+    return list(map(json.loads, qwen3(model, "-L", "-", "-q", "-o", "@own", *args, stdin=data).stdout.splitlines()))
+
+
+@pytest.mark.parametrize("mode", ["chat", "generate"])
+def test_equal_answers_are_each_scored(tiny, mode):
+    """Equal texts, or texts of the same ids; p has a text once, and what is equal counts once."""
+    own = [["ab", "a", "e\u0301"], ["ab", "a", "ab", "a", "e\u0301"], ["e\u0301", "\u00e9", "a", "e\u0301", "ab"]]
+    one, two, three = own_lines(tiny, [{"text": "x", "own": texts} for texts in own], "-m", mode)
+    assert two["nll"] == [one["nll"][i] for i in (0, 1, 0, 1, 2)] and two["tokens"] == [one["tokens"][i] for i in (0, 1, 0, 1, 2)]
+    assert three["nll"] == [one["nll"][i] for i in (2, 2, 1, 2, 0)]
+    assert two["p"] == one["p"] and list(two["p"]) == own[0] and two["mass"] == three["mass"] == one["mass"]
+    assert three["p"] == one["p"] | {"\u00e9": one["p"]["e\u0301"]} and list(three["p"]) == ["e\u0301", "\u00e9", "a", "ab"]
+    assert three["p"][three["choice"]] == one["p"][one["choice"]]
+
+
+def test_what_a_prompt_and_its_answers_share(tiny, tmp_path):
+    """Only a prompt's end is encoded with each TEXT; the ids are those of encoding all of it. A suffix stands nowhere."""
+    r = random.Random(2)
+    parts = ["the", "old", " ", "\n", "'", "s", "re", "12", "3", ".", "!?", "e\u0301", "\u0301", "灯塔", "。", "\u3000", "<", "<th",
+             "ink>", "</think>", "=", "\u0338", "_", "\u1100", "\u1161", "x" * 150]
+    rows = [{"text": "".join(r.choices(parts, k=r.randrange(12))), "own": sorted({"".join(r.choices(parts, k=r.randrange(1, 4)))
+             for _ in range(r.randrange(2, 6))} | {"a", "b"})} for _ in range(200)]
+    words = "lighthouse harvest story keeper remember morning 12 it's".split()
+    rows += [{"text": "the " + word[:i], "own": [word[i:], "b"]} for word in words for i in range(1, len(word))]
+    rows += [{"text": "the <|im_", "own": ["start|>", "a"]}, {"text": "a h\u0301", "own": ["\u0323", "a"]}]
+    texts = [text for row in rows for text in [row["text"].rstrip(), *(row["text"] + own for own in row["own"])]]
+    data = "\n".join(map(json.dumps, texts)).encode()
+    counts = iter([len(line.split()) for line in output(tiny, "-L", "-", "-m", "tokenize", stdin=data).splitlines()])
+    lines, scored = own_lines(tiny, rows, "-m", "generate"), 0
+    for row, line in zip(rows, lines):
+        start = next(counts)
+        added = [next(counts) - start for _ in row["own"]]
+        scored += "error" not in line
+        assert line.get("tokens") == added or (min(added) < 1 and "adds no token" in line["error"]), row
+    assert scored > 100
+    suffix = copy_model(tiny, tmp_path)
+    change_sections(suffix, lambda sections: sections.update({b"tail": struct.pack("<II", 5, 6)}))
+    assert own_lines(suffix, rows, "-m", "generate") == lines
+
+
+@pytest.mark.parametrize("text, own, error", [
+    ("of the sea. " * 16000, [f"answer {i}" for i in range(10000)], b"too long, expected at most "),
+    ("the sea", [str(i) for i in range(99999)] + [" wind" * 2000], b"wind: too long, expected to fit"),
+    ("the sea", [str(i % 10) for i in range(199999)], None),
+    ("a" * 999, ["a" * (i % 9 + 1) for i in range(99999)], b"all answers encode its 999 bytes anew")])
+def test_many_answers_take_no_time(tiny, text, own, error):
+    """Nor memory: this was minutes and gigabytes."""
+    row = json.dumps({"text": text, "own": own}).encode()
+    mode = "chat" if error is None else "generate"
+    result = qwen3(tiny, "-L", "-", "-m", mode, "-o", "@own", stdin=row, timeout=20)
+    assert (error is None and result.returncode == 0) or (result.returncode == 1 and error in result.stderr), result.stderr[-300:]
+
+
+def test_a_name_that_no_row_has(tiny):
+    """One error for the list; its rows are there, as rows that are wrong."""
+    rows = "".join('{"text": "x", "own": ["a", "b"]}\n' for _ in range(9)).encode()
+    result = qwen3(tiny, "-L", "-", "-o", "@owm", stdin=rows)
+    assert result.returncode == 1 and result.stderr.count(b"bad owm at byte 1") == 1 and b"error: 9" in result.stderr
+    assert result.stdout.count(b"bad owm at byte 1") == 9
 
 
 BLANK, PROMPT_ENDS = "a blank at an end, which counts", "prompt: ends in a blank"
