@@ -298,17 +298,28 @@ static int64_t size_of(const int32_t *h) {  // -1: too large to try
     for (int i = 2; i <= 9; i++) {
         if (h[i] < 0 || (i != 8 && h[i] > 4096)) return -1;
     }
+    for (int i = 33; i <= 38; i++) {
+        if (h[i] < 0 || h[i] > 4096) return -1;
+    }
     if (n_experts < 0 || n_experts > 4096) return -1;
-    int64_t floats = 2 * layers * dim + dim + (h[22] ? 0 : 2 * layers * hd) +
+    const int64_t all = experts + h[38], deltas = h[33] ? layers - layers / h[33] : 0;
+    const int64_t k = h[34] * DELTA_DIM, v = h[35] * DELTA_DIM, kinds[] = {layers - deltas, deltas};
+    int64_t floats = 2 * layers * dim + dim + (h[22] ? 0 : 2 * kinds[0] * hd) +
                      (h[21] ? layers * (heads + 2 * kv) * hd : 0) +  // and biases
-                     layers * n_experts * dim + (h[14] == 2 ? hd / 2 : 0);
-    const int64_t shapes[][2] = {{heads * hd, dim}, {kv * hd, dim}, {kv * hd, dim}, {dim, heads * hd},
-                                 {experts * hidden, dim}, {experts * dim, hidden}, {experts * hidden, dim}, {vocab, dim}};
+                     layers * (n_experts + h[38]) * dim + (h[14] == 2 ? (h[36] ? h[36] : hd) / 2 : 0) +
+                     deltas * (4 * (2 * k + v) + DELTA_DIM + 2 * h[35] * (1 + dim));
+    const struct { int64_t n, rows, cols; int bit; } matrices[] = {
+        {kinds[0], heads * hd, dim, 0}, {kinds[0], kv * hd, dim, 1}, {kinds[0], kv * hd, dim, 2},
+        {kinds[0], dim, heads * hd, 3}, {kinds[0], h[37] * heads * hd, dim, 7},
+        {deltas, k, dim, 0}, {deltas, k, dim, 1}, {deltas, v, dim, 2}, {deltas, dim, v, 3}, {deltas, v, dim, 7},
+        {layers, all * hidden, dim, 4}, {layers, all * dim, hidden, 5}, {layers, all * hidden, dim, 6},
+        {h[10] == 0 ? 2 : 1, vocab, dim, 8}};
     int64_t size = 256 + 4 * floats;
-    for (int i = 0; i < 8; i++) {
-        const int64_t rows = h[32] == 1 ? (shapes[i][0] + 15) / 16 * 16 : shapes[i][0], n = rows * shapes[i][1];
-        const int bits = h[26] == 4 && i < 7 && !(h[27] >> i & 1) ? 4 : 8;
-        size += (i < 7 ? layers : h[10] == 0 ? 2 : 1) * (n * bits / 8 + n / group * bits / 2);
+    for (size_t i = 0; i < sizeof(matrices) / sizeof(*matrices); i++) {
+        const int64_t rows = h[32] == 1 ? (matrices[i].rows + 15) / 16 * 16 : matrices[i].rows;
+        const int64_t n = rows * matrices[i].cols;
+        const int bits = h[26] == 4 && matrices[i].bit < 8 && !(h[27] >> matrices[i].bit & 1) ? 4 : 8;
+        size += matrices[i].n * (n * bits / 8 + n / group * bits / 2);
     }
     return size < 100000 ? size : -1;
 }
@@ -319,7 +330,7 @@ static void fuzz_model(Bytes in) {
     static const int off[] = {0, 0, 0, 0, 1, -1, 4, -4};
     static union { uint8_t bytes[100256]; int32_t h[64]; float f[25064]; } file;
     uint8_t flags = take_byte(&in), spread = take_byte(&in) % 8 ? 8 : 16;  // mostly sane weights
-    Bytes head = take_up_to(&in, 132);
+    Bytes head = take_up_to(&in, 156);
     memset(file.bytes, 0, 256);
     if (head.n) memcpy(file.bytes, head.p, head.n);
     int64_t size = size_of(file.h);
@@ -348,6 +359,7 @@ static void fuzz_model(Bytes in) {
     // all at once, and one by one: the same logits
     float *batched = alloc(g->vocab_size, sizeof(float), "a test");
     const int *text = whole_cache(e.pass);
+    e.model.state.delta = alloc(state_size(g), sizeof(float), "a test");
     forward_text(e.pass, text, ids, n, 0, 1);
     memcpy(batched, classify(e.pass, 1), g->vocab_size * sizeof(float));
     for (int i = 0; i < n; i++) forward_text(e.pass, text, ids + i, 1, i, 1);
@@ -1081,12 +1093,18 @@ static const struct { const char *target, *p; size_t n; } seeds[] = {
     // shared, group 32; no theta nor eps, scaled rope; panels
 #define SHAPE "1cja\1\0\0\0\x20\0\0\0\x20\0\0\0\1\0\0\0\2\0\0\0\1\0\0\0\x28\0\0\0\x40\0\0\0\x10\0\0\0\1\0\0\0\x20\0\0\0"
 #define ZEROS "\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0"
-    SEED("model", "\0\1" SHAPE "\0\0\0\0\0\0\0\0\2\0\0\0\0\0\x80\x40" ZEROS ZEROS ZEROS ZEROS "\1\0\0\0" "\1\4\0\2\7"),
+#define NO_DELTA "\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0"
+    SEED("model", "\0\1" SHAPE "\0\0\0\0\0\0\0\0\2\0\0\0\0\0\x80\x40" ZEROS ZEROS ZEROS ZEROS "\1\0\0\0" NO_DELTA "\1\4\0\2\7"),
     // the same with 4 experts, of which 2 run, and with four bits, but eight in wk and w2; in panels, and not
 #define EXPERTS "\0\0\0\0\0\0\0\0\0\0\0\0\4\0\0\0\2\0\0\0\0\0\0\0\4\0\0\0\x22\0\0\0"
 #define LEVELS "\x81\x90\xa0\xb0\xc0\xd0\xe0\xf0\0\x0a\x14\x1e\x28\x32\x3c\x7f"
-    SEED("model", "\0\1" SHAPE ZEROS ZEROS EXPERTS LEVELS "\1\0\0\0" "weights"),
-    SEED("model", "\0\1" SHAPE ZEROS ZEROS EXPERTS LEVELS "\0\0\0\0" "weights"),
+    SEED("model", "\0\1" SHAPE ZEROS ZEROS EXPERTS LEVELS "\1\0\0\0" NO_DELTA "weights"),
+    SEED("model", "\0\1" SHAPE ZEROS ZEROS EXPERTS LEVELS "\0\0\0\0" NO_DELTA "weights"),
+    // two layers, the first one with a delta rule, gates, rope of half a head; then experts, one of them shared
+#define DELTA_SHAPE "1cja\1\0\0\0\x20\0\0\0\x20\0\0\0\2\0\0\0\2\0\0\0\1\0\0\0\x28\0\0\0\x40\0\0\0\x10\0\0\0\1\0\0\0\x20\0\0\0"
+#define DELTA_RULE "\2\0\0\0\1\0\0\0\1\0\0\0\x8\0\0\0\1\0\0\0"
+    SEED("model", "\0\1" DELTA_SHAPE ZEROS ZEROS ZEROS ZEROS ZEROS "\1\0\0\0" DELTA_RULE "\0\0\0\0" "\1\4\0\2\7"),
+    SEED("model", "\0\1" DELTA_SHAPE ZEROS ZEROS EXPERTS LEVELS "\0\0\0\0" DELTA_RULE "\1\0\0\0" "weights"),
     SEED("model", "\x48\1" "1cja\1\0\0\0\x40\0\0\0\x80\0\0\0\2\0\0\0\4\0\0\0\2\0\0\0\7\0\0\0\5\0\0\0"
                   "\x20\0\0\0\0\0\0\0\x40\0\0\0" "\0\0\x80\x47\0\0\0\0"),
     // five tokens, sections adde, head, stop, samp, deco, ccc, chat, then a text
