@@ -1514,7 +1514,9 @@ static void buffer_print(Buffer *b, const char *fmt, ...) {
     b->n--;
 }
 
-static Buffer phrase;  // of say, which returns a text in printf's format, until the next one
+// say returns a text in printf's format, until the next one. An error is such a text: nothing may
+// call say before it is reported.
+static Buffer phrase;
 #define say(...) (phrase.n = 0, buffer_print(&phrase, __VA_ARGS__), (char *)phrase.p)
 
 static void buffer_cut(Buffer *b, size_t n) {  // takes n bytes away at the start
@@ -3523,8 +3525,9 @@ static const char *encode_choices(Engine *e, Bytes prompt, const Ids *ids) {
                equal->text.p);
 }
 
-// Ends the thinking, if there is any, in spite of -n.
-static void end_thinking(Engine *e, Text *t) {
+// Closes the thinking, if any, in spite of -n, and lets the last id run once more: its logits score
+// the TEXTs' first ids.
+static void prepare_choices(Engine *e, Text *t) {
     const bool closed = e->mode == CHAT && t->ids.p[t->ids.n - 1] == e->tokenizer.end_think;
     const Ids *ids = t->slot->thinking ? &e->budget_text : closed ? &e->after_think : NULL;
     for (size_t i = 0; ids && i < ids->n; i++) add_id(&e->tokenizer, t, ids->p[i]);
@@ -3555,8 +3558,8 @@ static bool start_choice(Engine *e, Text *t) {
     const Choices *all = &asker->own.choices;
     while ((slot->choice = asker->n_begun) < all->n) {
         const Choice *c = &all->p[asker->n_begun++];
-        const size_t from = t->n_prompt - all->before;  // its ids' place
-        size_t same = from;  // ids before this one need not run again
+        const size_t from = t->n_prompt - all->before;  // where c->ids begin in t->ids
+        size_t same = from;  // up to here t's ids are those already
         asker->drawn += c->n_tokens;
         t->nll = all->before ? 0 : asker->own.nll[slot->choice];
         if (c->ids.n == 1) continue;  // it is known
@@ -3574,7 +3577,7 @@ static bool start_choice(Engine *e, Text *t) {
 static bool next_choice(Engine *e, Text *t) {
     Slot *slot = t->slot;
     if (t->ending == FAILED) return false;
-    if (slot->choice == THINKS) return end_thinking(e, t), true;
+    if (slot->choice == THINKS) return prepare_choices(e, t), true;
     if (slot->choice == FIRST_IDS) score_first_ids(e, t);
     else slot->asker->own.nll[slot->choice] = t->nll;
     return t->ending != FAILED && start_choice(e, t);
@@ -3650,7 +3653,7 @@ static Text *add_text(Engine *e, const Ids *prompt, uint64_t rng, bool goes_on) 
         slot->marks[0] = mark;
     }
     if (e->kind >= CHOICES && may_think) slot->marks[1] = n - 1;
-    if (e->kind >= CHOICES && !may_think) end_thinking(e, t);
+    if (e->kind >= CHOICES && !may_think) prepare_choices(e, t);
     return t;
 }
 
@@ -3991,7 +3994,8 @@ static Text *run_request(Engine *e) {
         if (t->slot->choice >= 0) add_helpers(e, t);
     }
     progress_end();
-    for (; e->n_texts > 0; t->ending = INTERRUPTED) remove_text(e, e->order[0]);
+    if (e->n_texts > 0) t->ending = INTERRUPTED;  // others may still have scored for it
+    while (e->n_texts > 0) remove_text(e, e->order[0]);
     if (e->prompt_end == 0) e->prompt_end = now();
     return t;
 }
@@ -4143,7 +4147,7 @@ typedef struct {   // of a file
     size_t end;    // of the last line
     size_t taken;  // bytes of all lines so far
     bool ended;    // the end of input has come, even if a file or a terminal has more later
-    size_t most;   // bytes of a line; a longer one is cut, but stays longer, with its newline
+    size_t most;   // bytes of a line; of a longer one, most + 3 are kept: too long after chop, too
 } Lines;
 
 // Takes the next line, with its newline; an empty one if more has to come first and `wait` is
