@@ -2617,7 +2617,6 @@ typedef struct Slot {  // what Part II has of a text, beside Text
     struct Slot *asker;  // whose given answers it scores: its own, or another's (see add_helpers)
     // Many texts at once only:
     bool waited;       // it ran and had to stop, because the others needed blocks
-    bool half_run;     // Ctrl-C stopped a pass: its state is that of no ids
     size_t marks[2];   // with states: a Kept is made after so many ids, for others and for itself
     int rows;          // ids that run in this pass, without guesses
     int first;         // the first of its needed rows, once these have moved to the front
@@ -2657,6 +2656,7 @@ typedef struct Engine {  // the program's state
     int n_kept;
     int *users;        // (Pass.n_blocks) how many texts that run, and Kepts, have this block
     int n_unused;      // blocks that nobody has
+    bool stopped;      // Ctrl-C stopped the last pass: states of texts that ran belong to no ids
     int credit;        // of drafts: see there
     // Prompts, and what was said of them:
     Conversation conversation;  // of a chat, or of a list's line
@@ -2742,8 +2742,6 @@ static int count_blocks(const Engine *e, size_t n) {
     return (int)((n + e->pass->block_len - 1) / e->pass->block_len);
 }
 
-// A state can't go back, and is not shared yet.
-
 // Gives back the blocks after n ids, and the one that n cuts if others use it, because the text
 // would write there: then this block's ids run again.
 static void go_back(Engine *e, Text *t, size_t n) {
@@ -2780,7 +2778,7 @@ static void use_kept(Engine *e, Kept *kept) {
 static void keep_text(Engine *e, Text *t) {
     Blocks *blocks = &t->slot->own.blocks;
     Kept *kept = e->kept, *last = e->kept + e->n_kept - 1;
-    const size_t n = t->slot->half_run ? 0 : t->n_run;
+    const size_t n = has_state(e) && e->stopped ? 0 : t->n_run;
     cut_blocks(e, blocks, count_blocks(e, n));
     if (n == 0) return;
     for (; kept < last; kept++) {
@@ -2823,8 +2821,7 @@ static bool take_blocks(Engine *e, Text *t, int more, int spare) {
 }
 
 static Kept what_ran(const Text *t) {
-    const Slot *slot = t->slot;
-    return (Kept){t->ids.p, t->n_run, slot->own.blocks, slot->own.state, NULL, 0};
+    return (Kept){t->ids.p, t->n_run, t->slot->own.blocks, t->slot->own.state, NULL, 0};
 }
 
 // Finds what a text can take the most ids from: a Kept, and this counts as its use, or a text that
@@ -3007,12 +3004,12 @@ static float *save_at(Engine *e, const Text *t, size_t n) {
     return e->kept[0].state;
 }
 
-// Completes a Kept whose state was to be saved in the last pass; not if Ctrl-C stopped that.
-static void finish_kept(Engine *e, Kept *kept, bool saved) {
+// Completes a Kept whose state the last pass has saved.
+static void finish_kept(Engine *e, Kept *kept) {
     const size_t len = e->pass->block_len, n = kept->mark;
     const Text *t = kept->from;
     kept->from = NULL;
-    if (!t || !saved || !free_blocks(e, n % len > 0)) return;
+    if (!t || e->stopped || !free_blocks(e, n % len > 0)) return;
     const int *theirs = t->slot->own.blocks.p, whole = (int)(n / len);
     while (kept->blocks.n < whole) add_block(e, &kept->blocks, theirs[kept->blocks.n]);
     if (n % len) {
@@ -3105,8 +3102,7 @@ static void prepare_passes(Engine *e, int context) {
         e->kept[i] = (Kept){.ids = alloc(context, sizeof(int), "the texts")};
         e->kept[i].blocks.p = alloc(n, sizeof(int), "the texts");
         e->kept[i].state = alloc(size, sizeof(float), "the texts");
-    }
-    for (int i = 0; i < e->most_texts; i++) {
+        if (i >= e->most_texts) continue;
         e->slots[i].own.blocks.p = alloc(n, sizeof(int), "the texts");
         e->slots[i].own.state = alloc(size, sizeof(float), "the texts");
     }
@@ -3120,10 +3116,9 @@ static bool run_pass(Engine *e) {
     check_rows(e, n);
     if (n == 0 && !interrupted)  // after Ctrl-C draw adds no id: then there is no row
         die("texts: %d wait and none can run; please report this", e->n_texts);
-    const bool done = n > 0 && forward_rows(e->pass, n);
-    for (int i = 0; i < e->n_kept; i++) finish_kept(e, &e->kept[i], done);
-    for (int i = 0; i < e->n_running; i++) e->order[i]->slot->half_run = has_state(e) && n && !done;
-    if (!done) return false;
+    e->stopped = n > 0 && !forward_rows(e->pass, n);
+    for (int i = 0; i < e->n_kept; i++) finish_kept(e, &e->kept[i]);
+    if (n == 0 || e->stopped) return false;
     for (int i = 0; i < e->n_running; i++) e->order[i]->n_run += e->order[i]->slot->rows;
     e->n_rows += n;
     if (e->pass->n_needed == 0) return true;
