@@ -3527,7 +3527,7 @@ static void prepare_choices(Engine *e, Text *t) {
     const Ids *ids = t->slot->thinking ? &e->budget_text : closed ? &e->after_think : NULL;
     for (size_t i = 0; ids && i < ids->n; i++) add_id(&e->tokenizer, t, ids->p[i]);
     go_back(e, t, t->ids.n - 1);  // the logits of the last id are needed, perhaps once more
-    t->slot->marks[1] = t->ids.n - (t->slot->own.choices.before > 0);
+    t->slot->marks[1] = t->ids.n - t->slot->own.choices.before;  // what all TEXTs have in common
     t->max_ids = t->ids.n;  // so draw_next returns LIMIT_REACHED once the last id has run
     t->context = e->model.context;
     t->slot->choice = FIRST_IDS;
