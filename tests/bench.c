@@ -21,23 +21,27 @@ typedef struct {
 static Model m;
 static Pass *pass, *passes[2];  // with a cache of 32 bits, or of 8: use_cache says which runs
 static int *text;
+static float *states[MOST_TEXTS];  // of many texts together; the first is also a single text's
 static int ids[16384];
 static double effort = 1;  // less for a model that shows nothing but that everything runs
 
 // ---- The model
 
-// The header's fields from dim to shared_classifier, and experts
+// The header's fields from dim to shared_classifier, experts, and those from attention_every on
 static const struct Shape {
     const char *name;
     int32_t dim, hidden_dim, n_layers, n_heads, n_kv_heads, vocab_size, max_seq_len, head_dim, shared;
     int32_t n_experts, n_experts_used;
+    int32_t attention_every, delta_k_heads, delta_v_heads, rotary_dim, gated;
 } shapes[] = {
-    {"0.6b", 1024, 3072, 28, 16, 8, 151936, 40960, 128, 1, 0, 0},
-    {"4b", 2560, 9728, 36, 32, 8, 151936, 40960, 128, 1, 0, 0},
-    {"8b", 4096, 12288, 36, 32, 8, 151936, 40960, 128, 0, 0, 0},
-    {"30b-a3b", 2048, 768, 48, 32, 4, 151936, 40960, 128, 0, 128, 8},
-    {"small", 128, 192, 2, 4, 2, 1000, 4096, 32, 1, 0, 0},        // only to see that everything runs
-    {"small-moe", 128, 192, 2, 4, 2, 1000, 4096, 32, 1, 8, 2},
+    {"0.6b", 1024, 3072, 28, 16, 8, 151936, 40960, 128, 1, 0, 0, 0, 0, 0, 0, 0},
+    {"4b", 2560, 9728, 36, 32, 8, 151936, 40960, 128, 1, 0, 0, 0, 0, 0, 0, 0},
+    {"8b", 4096, 12288, 36, 32, 8, 151936, 40960, 128, 0, 0, 0, 0, 0, 0, 0, 0},
+    {"30b-a3b", 2048, 768, 48, 32, 4, 151936, 40960, 128, 0, 128, 8, 0, 0, 0, 0, 0},
+    {"0.8b", 1024, 3584, 24, 8, 2, 248320, 262144, 256, 1, 0, 0, 4, 16, 16, 64, 1},  // Qwen3.5
+    {"small", 128, 192, 2, 4, 2, 1000, 4096, 32, 1, 0, 0, 0, 0, 0, 0, 0},        // only to see that everything runs
+    {"small-moe", 128, 192, 2, 4, 2, 1000, 4096, 32, 1, 8, 2, 0, 0, 0, 0, 0},
+    {"small-delta", 128, 192, 4, 4, 2, 1000, 4096, 32, 1, 0, 0, 2, 1, 2, 16, 1},
 };
 
 static void put(FILE *f, const void *p, size_t size) {
@@ -86,6 +90,15 @@ static void put_routers(FILE *f, int64_t count) {
     }
 }
 
+// Small random weights of delta layers: what S keeps differs from head to head.
+static void put_delta(FILE *f, int layers, int64_t floats) {
+    uint64_t rng = 2;
+    for (int64_t count = layers * floats; count > 0; count--) {
+        const float value = 0.1f + 0.2f * random_next(&rng);
+        put(f, &value, sizeof(value));
+    }
+}
+
 // A new file, whose name is in path (4096). The caller removes it.
 static FILE *temporary_file(char *path) {
     const char *folder = getenv("TMPDIR");
@@ -102,7 +115,10 @@ static void map_synthetic(const struct Shape *s, int bits, int group, int layers
     static const int8_t levels[] = {-127, -98, -75, -57, -42, -29, -18, -6,
                                     6, 18, 29, 42, 57, 75, 98, 127};
     const int dim = s->dim, q_dim = s->n_heads * s->head_dim, kv_dim = s->n_kv_heads * s->head_dim;
-    const int experts = max_int(s->n_experts, 1);
+    const int experts = max_int(s->n_experts, 1), k_dim = s->delta_k_heads * DELTA_DIM;
+    const int v_dim = s->delta_v_heads * DELTA_DIM;
+    const int n_attention = s->attention_every ? layers / s->attention_every : layers;
+    const int64_t floats = 4 * (2 * k_dim + v_dim) + DELTA_DIM + 2 * s->delta_v_heads * (1 + dim);  // of a delta layer
     char path[4096];
     FILE *f = temporary_file(path);
     const int fd = fileno(f);
@@ -113,16 +129,21 @@ static void map_synthetic(const struct Shape *s, int bits, int group, int layers
     header[11] = group;
     memcpy(header + 0x5C / 4, &s->n_experts, 2 * sizeof(int32_t));
     header[0x80 / 4] = 1;
+    memcpy(header + 0x84 / 4, &s->attention_every, 5 * sizeof(int32_t));
     if (bits == 4) header[0x68 / 4] = 4, memcpy(header + 0x70 / 4, levels, 16);
     put(f, header, sizeof(header));
-    put_ones(f, (int64_t)layers * 2 * dim + dim + (int64_t)layers * 2 * s->head_dim);
+    put_ones(f, (int64_t)layers * 2 * dim + dim + (int64_t)n_attention * 2 * s->head_dim);
     put_routers(f, (int64_t)layers * s->n_experts * dim);
+    put_delta(f, layers - n_attention, floats);
     put_matrix(f, s->vocab_size, dim, group, 8, sqrtf(dim));
-    const int sizes[7][2] = {{q_dim, dim}, {kv_dim, dim}, {kv_dim, dim}, {dim, q_dim},
-                             {experts * s->hidden_dim, dim}, {experts * dim, s->hidden_dim},
-                             {experts * s->hidden_dim, dim}};
-    for (int i = 0; i < 7; i++) {
-        for (int l = 0; l < layers; l++) put_matrix(f, sizes[i][0], sizes[i][1], group, bits, 1);
+    const int sizes[8][4] = {{q_dim, dim, k_dim, dim}, {kv_dim, dim, k_dim, dim}, {kv_dim, dim, v_dim, dim},
+                             {s->gated * q_dim, dim, v_dim, dim}, {dim, q_dim, dim, v_dim}, {experts * s->hidden_dim, dim},
+                             {experts * dim, s->hidden_dim}, {experts * s->hidden_dim, dim}};
+    for (int i = 0; i < 8; i++) {
+        for (int l = 0; l < layers; l++) {  // rows and columns with attention; the next two if a delta layer has others
+            const int *size = sizes[i] + (i < 5 && s->attention_every && (l + 1) % s->attention_every ? 2 : 0);
+            put_matrix(f, size[0], size[1], group, bits, 1);
+        }
     }
     if (!s->shared) put_matrix(f, s->vocab_size, dim, group, 8, 1);
     if (fflush(f) != 0 || fsync(fd) != 0) die("temporary file in TMPDIR or /tmp: %s", strerror(errno));
@@ -294,13 +315,20 @@ static void write_list(int texts, int prompt, int answer) {
 
 // All of it, as the program does it: reads the list, samples with the defaults, writes to /dev/null.
 static double run_texts(int unused) {
-    static Engine engine;
+    static Engine engine, prepared;  // once, because states are large and are never given back
     (void)unused;
-    engine = (Engine){.options = parse_options(9, (char *[]){"", "MODEL", "-l", list_path, "-m", "generate",
-                                                       "-s", "1", "-q"}),
-                .model = m, .pass = pass, .tokenizer = words, .mode = GENERATE, .most_texts = MOST_TEXTS};
+    const Options options = parse_options(9, (char *[]){"", "MODEL", "-l", list_path, "-m", "generate",
+                                                        "-s", "1", "-q"});
+    if (prepared.pass != pass) {
+        engine = (Engine){.options = options, .model = m, .pass = pass, .tokenizer = words, .mode = GENERATE,
+                          .most_texts = MOST_TEXTS};
+        prepare_places(&engine);
+        prepared = engine;
+    }
+    engine = prepared;
+    memset(engine.users, 0, pass->n_blocks * sizeof(*engine.users));
+    engine.options = options;
     engine.options.n = list.answer;
-    prepare_places(&engine);
     const int out = dup(STDOUT_FILENO), null = open("/dev/null", O_WRONLY);
     if (out < 0 || null < 0 || dup2(null, STDOUT_FILENO) < 0) die("/dev/null: %s", strerror(errno));
     run_list(open_list(&engine));
@@ -324,7 +352,8 @@ static double run_passes(int unused) {
         for (int i = 0; i < n * list.prompt; i++) {
             const int t = i / list.prompt, pos = i % list.prompt;
             const bool last = pos + 1 == list.prompt;
-            pass->rows[rows++] = (Row){.token = ids[i % 4096], .pos = pos, .blocks = blocks[t], .needed = last};
+            pass->rows[rows++] = (Row){.token = ids[i % 4096], .pos = pos, .blocks = blocks[t], .state = states[t],
+                                      .needed = last};
             needed += last;
             if (rows < pass->batch && i + 1 < n * list.prompt) continue;
             forward_rows(pass, rows);
@@ -334,7 +363,8 @@ static double run_passes(int unused) {
         for (int pos = list.prompt; pos + 1 < length; pos++) {
             for (int t = 0; t < n; t++) {
                 const int id = ids[(pos + 97 * t) % 4096];
-                pass->rows[t] = (Row){.token = id, .pos = pos, .blocks = blocks[t], .needed = true};
+                pass->rows[t] = (Row){.token = id, .pos = pos, .blocks = blocks[t], .state = states[t],
+                                      .needed = true};
             }
             forward_rows(pass, n);
             classify(pass, n);
@@ -421,31 +451,37 @@ static Rate measure_row(double (*run)(int), int arg, double seconds) {
 // Multiply-adds of a prompt token's products with the layers' matrices
 static double token_products(void) {
     const Config *g = &m.config;
-    double attention = 2.0 * g->dim * g->q_dim + 2.0 * g->dim * g->kv_dim;
-    double ffn = 3.0 * g->dim * g->hidden_dim * max_int(g->n_experts_used, 1);
-    return g->n_layers * (attention + ffn);
+    double sum = 0;
+    for (int l = 0; l < g->n_layers; l++) {
+        const Layer *w = &m.weights.layers[l];
+        sum += (double)g->dim * (w->wq.rows + w->wk.rows + w->wv.rows + w->wg.rows + w->wo.cols);
+        sum += 3.0 * g->dim * g->hidden_dim * max_int(g->n_experts_used + g->shared_expert, 1);
+    }
+    return sum;
 }
 
 // Multiply-adds of a prompt of n tokens in attention, of queries and keys, and of weights and values
 static double attention_products(double n) {
-    return n * n * m.config.q_dim * m.config.n_layers;
+    return n * n * m.config.q_dim * m.config.n_kv_layers;
 }
 
 // Bytes of all weights that a token needs: each has its bits and its share of a scale.
 static double weight_bytes(void) {
     const Config *g = &m.config;
-    double norms = g->n_layers * 2.0 * (g->dim + g->head_dim) + g->dim;
-    double routers = (double)g->n_layers * g->n_experts * g->dim;
+    double norms = g->n_layers * 2.0 * g->dim + g->n_kv_layers * 2.0 * g->head_dim + g->dim;
+    double routers = (double)g->n_layers * all_experts(g) * g->dim;
+    double deltas = (g->n_layers - g->n_kv_layers) * (4.0 * g->delta_dim + 2.0 * g->delta_v_heads * (1 + g->dim) + DELTA_DIM);
     double layers = token_products() * g->layer_bits / 8 * (1 + 4.0 / g->group_size);
     double classifier = (double)g->vocab_size * g->dim * (1 + 4.0 / g->group_size);
-    return layers + classifier + 4 * (norms + routers);
+    return layers + classifier + 4 * (norms + routers + deltas);
 }
 
-// Bytes that a token at position pos reads: the weights, the keys and values before it.
+// Bytes that a token at position pos reads: the weights, the keys and values before it, and states, which are
+// written, too
 static double token_bytes(int pos) {
     const Config *g = &m.config;
     double kv = (double)g->n_kv_layers * g->n_kv_heads * cell_at(g, 0, 1) * sizeof(float) / LANES;
-    return weight_bytes() + pos * kv;
+    return weight_bytes() + pos * kv + 2.0 * sizeof(float) * state_size(g);
 }
 
 // What is measured. Each list ends with -1.
@@ -585,7 +621,7 @@ static void map_described(int argc, char **argv) {
         map_synthetic(&shapes[i], bits, group, layers);
         return;
     }
-    die_usage("%s: no such shape, expected 0.6b, 4b, 8b, 30b-a3b or a file MODEL.bin", argv[0]);
+    die_usage("%s: no such shape, expected 0.6b, 4b, 8b, 30b-a3b, 0.8b or a file MODEL.bin", argv[0]);
 }
 
 int main(int argc, char **argv) {
@@ -593,7 +629,7 @@ int main(int argc, char **argv) {
     const Config *g = &m.config;
     const Plan *plan = &usual;
     const char *help = "usage: tests/bench [curve|texts|decode] MODEL.bin | SHAPE [BITS [GROUP [LAYERS]]], "
-                       "SHAPE is 0.6b, 4b, 8b or 30b-a3b";
+                       "SHAPE is 0.6b, 4b, 8b, 30b-a3b or 0.8b";
     if (argc > 1 && strcmp(argv[1], "curve") == 0) plan = &curve, argc--, argv++;
     else if (argc > 1 && strcmp(argv[1], "texts") == 0) plan = &many, effort = 0.5, argc--, argv++;
     else if (argc > 1 && strcmp(argv[1], "decode") == 0) plan = &decode, effort = 0.2, argc--, argv++;
@@ -609,7 +645,7 @@ int main(int argc, char **argv) {
         const int pos = 1 + many.answer / 2;
         printf("a row with its logits: %.1f million multiply-adds; keys and values before position %d: %.1f MB\n\n",
                (token_products() + (double)g->vocab_size * g->dim) / 1e6, pos,
-               (token_bytes(pos) - weight_bytes()) / 1e6);
+               (token_bytes(pos) - token_bytes(0)) / 1e6);
     }
     if (weight_bytes() < 5e6) effort = 0.02;
     printf("threads                            best    median         runs   of what the machine does\n");
@@ -627,11 +663,13 @@ int main(int argc, char **argv) {
     use_cache(32);
     make_tokenizer();
     text = whole_cache(pass);
+    for (int i = 0; i < MOST_TEXTS; i++) states[i] = alloc(state_size(g), sizeof(float), "a test");
+    m.state.delta = states[0];
     for (int i = 0; i < plan->longest; i++) ids[i] = (int)((i * 7919LL + 13) % g->vocab_size);
     read_start = (const char *)m.weights.layers[0].rms_att;
     read_blocks = (int)(weight_bytes() / READ_BLOCK);
     bench(plan, n_threads);
     if (cores > 1) bench(plan, 1);
     printf("\nmemory beside the mapped file: %.0f MB, of which caches of %d positions, with 32 and with 8 bits: %.0f MB\n",
-           peak / 1e6, m.context, 1.3125 * (token_bytes(m.context) - weight_bytes()) / 1e6);
+           peak / 1e6, m.context, 1.3125 * (token_bytes(m.context) - token_bytes(0)) / 1e6);
 }

@@ -141,9 +141,9 @@ def test_install(sources):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [["small"], ["MODEL=small", "BITS=4", "LAYERS=1"],
-                                   ["small-moe", "4", "64"], ["curve", "small"], ["texts", "small"],
+                                   ["small-moe", "4", "64"], ["small-delta"], ["curve", "small"], ["texts", "small"],
                                    [TINY / "tiny.bin"]],
-                         ids=["8 bits", "4 bits", "experts", "curve", "texts", "file"])
+                         ids=["8 bits", "4 bits", "experts", "delta layers", "curve", "texts", "file"])
 def test_bench(model, tmp_path):
     program = TESTS / "bench"
     assert program.exists(), "make tests/bench"
