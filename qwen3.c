@@ -229,7 +229,7 @@ typedef struct {
     Q8 h8;             // (dim)           Q8(h)
     float *q;          // (q_dim)         its queries; in a delta layer q, k and v (delta_dim)
     float *a;          // (q_dim)         what attention finds for each query, or S (delta_v_dim)
-    float *g;          // (q_dim)         Wg h, the gate of a
+    float *a_gate;     // (q_dim)         Wg h
     Q8 a8;             // (q_dim)         Q8(a)
     float *gate;       // (hidden_dim)    W1 h, then silu(W1 h) * (W3 h)
     float *up;         // (hidden_dim)    W3 h
@@ -551,21 +551,20 @@ static void run_attention(Model *m, int l, int pos) {
     for (int head = 0; head < c->n_heads; head++) {
         attend(m, l, head, pos);   // a = softmax(q . K / sqrt(head_dim)) V
     }
-    matmul(s->g, wg, 0, wg->rows, s->h8);
-    for (int i = 0; i < wg->rows; i++) s->a[i] *= sigmoid(s->g[i]);
+    matmul(s->a_gate, wg, 0, wg->rows, s->h8);
+    for (int i = 0; i < wg->rows; i++) s->a[i] *= sigmoid(s->a_gate[i]);
 }
 
 // ------------------------------------------------------------------------------------------------
 // The delta rule (Gated DeltaNet, arXiv 2412.06464; HF Qwen3_5GatedDeltaNet): skip it for Qwen3.
 //
 // A delta layer has a matrix S (DELTA_DIM, DELTA_DIM) for each value head. It maps keys to values:
-// S^T k is the value that S has for the key k. A token first lets S forget a little: 0 < g < 1. Then
-// S learns a part, 0 < b < 1, of what it lacks: the difference (delta) between the token's value and
-// the one that S has for its key. Last, its query asks S. S has one size, however long the text,
-// but what is forgotten is lost. In place of the lines from q to a, a delta layer computes
+// S^T k is the value that S has for the key k. For each token, S first forgets a part (g is between
+// 0 and 1). Then it learns a part (b, too) of what it lacks: the difference (delta) between the
+// token's value and the one that S has for its key. Last, the token's query asks S. S has one size,
+// however long the text. In place of the lines from q to a, a delta layer computes
 //
-//   u = [Wq h; Wk h; Wv h]                   delta_k_heads queries (DELTA_DIM), as many keys, and
-//                                            delta_v_heads values
+//   u = [Wq h; Wk h; Wv h]                   delta_k_heads q and k, delta_v_heads v (DELTA_DIM)
 //   [q; k; v] = silu(conv[0] * u3 + conv[1] * u2 + conv[2] * u1 + conv[3] * u)
 //                                            u1 is u of the token before, u2 of the one before u1
 //   q = q / |q| / sqrt(DELTA_DIM), k = k / |k|    for each head
@@ -588,8 +587,7 @@ static size_t state_size(const Config *c) {  // of a text; 0 without delta layer
     return (c->n_layers - c->n_kv_layers) * layer_state(c);
 }
 
-// u (DELTA_DIM), a head's, becomes silu of its convolution, and `past`, u3 u2 u1, becomes u2 u1 u.
-// Rows of conv are n apart.
+// A head's u becomes silu of its convolution, and u3 u2 u1 (past) u2 u1 u. conv has rows of n.
 static void convolve(float *restrict u, float *restrict past, const float *restrict conv, int n) {
     float *u3 = past, *u2 = u3 + DELTA_DIM, *u1 = u2 + DELTA_DIM;
     const float *conv1 = conv + n, *conv2 = conv1 + n, *conv3 = conv2 + n;
@@ -609,12 +607,11 @@ static void make_unit(float *x, float scale) {
 }
 
 // Computes g and b of a value head.
-static void rates_of(const Config *c, const Layer *layer, const float *h, int head, float *g,
-                     float *b) {
-    const size_t at = (size_t)head * c->dim;
-    const float z = dot_of(layer->wa + at, h, c->dim) + layer->dt_bias[head];
+static void rates_of(const Layer *layer, const float *h, int dim, int head, float *g, float *b) {
+    const float *wa = layer->wa + (size_t)head * dim, *wb = layer->wb + (size_t)head * dim;
+    const float z = dot_of(wa, h, dim) + layer->dt_bias[head];
     *g = fast_exp(-layer->forget[head] * (z > 20 ? z : log1pf(fast_exp(z))));
-    *b = sigmoid(dot_of(layer->wb + at, h, c->dim));
+    *b = sigmoid(dot_of(wb, h, dim));
 }
 
 // The delta rule of one head: S (DELTA_DIM, DELTA_DIM) changes, and a = S^T q, added in order of i.
@@ -649,20 +646,18 @@ static void run_delta(Model *m, int l, int pos) {
     matmul(q, &layer->wq, 0, c->delta_k_dim, s->h8);
     matmul(k, &layer->wk, 0, c->delta_k_dim, s->h8);
     matmul(v, &layer->wv, 0, c->delta_v_dim, s->h8);
-    matmul(s->g, &layer->wg, 0, c->delta_v_dim, s->h8);
+    matmul(s->a_gate, &layer->wg, 0, c->delta_v_dim, s->h8);
     for (int i = 0; i < c->delta_dim; i += DELTA_DIM) {
         convolve(q + i, past + PAST * i, layer->conv + i, c->delta_dim);
-    }
-    for (int i = 0; i < c->delta_k_dim; i += DELTA_DIM) {
-        make_unit(q + i, 1 / sqrtf(DELTA_DIM));
-        make_unit(k + i, 1);
+        if (i < c->delta_k_dim) make_unit(q + i, 1 / sqrtf(DELTA_DIM));
+        else if (i < 2 * c->delta_k_dim) make_unit(q + i, 1);
     }
     for (int head = 0; head < c->delta_v_heads; head++) {
         const int i = head * DELTA_DIM, from = head / per_k * DELTA_DIM;
         float g, b;
-        rates_of(c, layer, s->h, head, &g, &b);
+        rates_of(layer, s->h, c->dim, head, &g, &b);
         learn(S + i * DELTA_DIM, q + from, k + from, v + i, g, b, s->a + i);
-        norm_and_gate(c, layer, s->a + i, s->g + i);
+        norm_and_gate(c, layer, s->a + i, s->a_gate + i);
     }
 }
 
@@ -674,10 +669,11 @@ static void run_delta(Model *m, int l, int pos) {
 // few of them. In place of x = x + W2 (silu(W1 h) * (W3 h)), a layer computes
 //
 //   share = softmax(Wr h)                    for each expert; Wr and this h are floats
-//   S = the n_experts_used experts with the largest shares
-//   share = share / (sum of share over S)    so that they add up to 1; some models skip this
-//   x = x + sum of share[i] W2[i] (silu(W1[i] h) * (W3[i] h)) over i in S
-//   Qwen3.5's have one expert more, the last, which each token shares: share[last] = sigmoid(Wr h)
+//   chosen = the n_experts_used experts with the largest shares
+//   share = share / (sum over the chosen)    so that they add up to 1; some models skip this
+//   x = x + sum of share[i] W2[i] (silu(W1[i] h) * (W3[i] h)) over the chosen i
+//
+// Qwen3.5 has a shared expert, too, the last. It runs for each token. Its share is sigmoid(Wr h).
 
 // out (dim) = W2 Q8(silu(W1 h8) * (W3 h8)), with an expert's rows. Without experts, it is expert 0.
 static void feed_forward(Model *m, const Layer *layer, int expert, float *out) {
@@ -695,8 +691,8 @@ static int all_experts(const Config *c) { return c->n_experts + c->shared_expert
 // Chooses the n_experts_used experts with the largest term, of equal terms the lower number. term
 // is Wr h and becomes exp(term - max); term and share are (all_experts). A chosen expert's share is
 // its term over the sum of the chosen terms (the softmax's own sum cancels), or with no_topk_norm
-// over the sum of all. Other shares are 0, but a shared expert's. Returns false, all shares 0, if
-// the sum of all is NaN.
+// over the sum of all; a shared one's is sigmoid(Wr h). Others are 0: all, if it returns false
+// because the sum is NaN.
 static bool choose_experts(const Config *c, float *term, float *share) {
     const float all = softmax_terms(term, c->n_experts, max_of(term, c->n_experts));
     float chosen = 0;
@@ -734,10 +730,10 @@ static void run_experts(Model *m, const Layer *layer) {
 
 // ------------------------------------------------------------------------------------------------
 // The whole model, for one token. Part III computes the same bits for many tokens at once. It calls
-// rmsnorm, dot_of, silu_times, quantize, add, embed, rope_angles, norm_and_rope, convolve, rates_of,
-// make_unit, norm_and_gate, choose_experts and what these call. It has its own form of the other
-// functions from dot_row to compute_logits, and Part II has its own run_text and encode_piece:
-// change both forms together.
+// rmsnorm, dot_of, silu_times, quantize, add, embed, rope_angles, norm_and_rope, choose_experts,
+// convolve, make_unit, rates_of, norm_and_gate and what these call. It has its own form of the
+// other functions from dot_row to compute_logits, and Part II has its own run_text and
+// encode_piece: change both forms together.
 
 // Runs layer l: x of the token at position pos becomes x + attention, then x + feed-forward.
 static void run_layer(Model *m, int l, int pos) {
@@ -5613,7 +5609,7 @@ typedef struct Worker {
     float *q;          // (batch, q_dim)       of a delta layer (delta_dim / DELTA_DIM, batch,
                        //                      DELTA_DIM): q, k and v, a head's rows side by side
     float *a;          // (batch, q_dim)       or (batch, delta_v_dim), like the next two
-    float *g;          // (batch, q_dim)       Wg h
+    float *a_gate;     // (batch, q_dim)       Wg h
     Quantized a8;      // (batch, q_dim)       Q8(a)
     float *decay;      // (batch, delta_v_heads)  g of the delta rule: see rates_of
     float *rate;       // (batch, delta_v_heads)  b
@@ -6082,7 +6078,7 @@ static void run_delta_head(const Worker *me, int i) {
     const size_t head = q ? i : k ? c->delta_k_heads + i : 2 * c->delta_k_heads + i;
     const size_t at = head * DELTA_DIM, stride = gate ? c->delta_v_dim : DELTA_DIM;
     const size_t past = layer->number * layer_state(c) + DELTA_DIM * c->delta_v_dim + PAST * at;
-    float *u = gate ? me->g + i * DELTA_DIM : me->q + at * me->p->batch;
+    float *u = gate ? me->a_gate + i * DELTA_DIM : me->q + at * me->p->batch;
     multiply(me, u, stride, w, i * DELTA_DIM, DELTA_DIM, &me->h8, me->n, false);
     for (int t = 0; t < me->n && !gate; t++, u += DELTA_DIM) {
         const Row *row = &me->p->rows[t];
@@ -6130,11 +6126,11 @@ static void delta_all(const Worker *me) {
     EACH (i, count_heads(me->w, DELTA_DIM), 1) run_delta_head(me, i);
     EACH (i, me->n * heads, 8) {
         const float *h = me->h + (size_t)(i / heads) * c->dim;
-        rates_of(c, me->w, h, i % heads, &me->decay[i], &me->rate[i]);
+        rates_of(me->w, h, c->dim, i % heads, &me->decay[i], &me->rate[i]);
     }
     EACH (i, dim / COLUMNS, 1) learn_columns(me, i * COLUMNS / DELTA_DIM, i * COLUMNS % DELTA_DIM);
     EACH (t, me->n, 1) {
-        float *a = me->a + (size_t)t * dim, *g = me->g + (size_t)t * dim;
+        float *a = me->a + (size_t)t * dim, *g = me->a_gate + (size_t)t * dim;
         for (int i = 0; i < dim; i += DELTA_DIM) norm_and_gate(c, me->w, a + i, g + i);
         quantize_token(&me->a8, t, 0, a, dim, c->group_size);
     }
@@ -6163,7 +6159,7 @@ static void run_head(const Worker *me, int i) {
     const bool q = w == &me->w->wq, k = w == &me->w->wk, v = w == &me->w->wv, cached = k || v;
     const size_t half = c->rotary_dim / 2, at = i * head_dim, stride = cached ? head_dim : c->q_dim;
     const float *bias = q ? me->w->bq : k ? me->w->bk : v ? me->w->bv : NULL;
-    float *out = cached ? me->scratch : (q ? me->q : me->g) + at;
+    float *out = cached ? me->scratch : (q ? me->q : me->a_gate) + at;
     multiply(me, out, stride, w, at, head_dim, &me->h8, me->n, false);
     for (int t = 0; t < me->n; t++, out += stride) {
         const float *cos = me->p->cos + t * half, *sin = me->p->sin + t * half;
@@ -6185,7 +6181,7 @@ static void keep_needed(const Worker *me) {
         me->p->rows[to] = me->p->rows[t];
         memmove(me->p->x + to * dim, me->p->x + t * dim, dim * sizeof(float));
         memmove(me->q + to * q_dim, me->q + t * q_dim, q_dim * sizeof(float));
-        memmove(me->g + to * q_dim, me->g + t * q_dim, me->w->wg.rows * sizeof(float));
+        memmove(me->a_gate + to * q_dim, me->a_gate + t * q_dim, me->w->wg.rows * sizeof(float));
         to++;
     }
     me->p->n_needed = (int)to;
@@ -6288,7 +6284,7 @@ static void attention_all(Worker *me) {
     }
     attend_all(me);
     EACH (t, me->n, 4) {
-        float *a = me->a + (size_t)t * w->wo.cols, *g = me->g + (size_t)t * w->wo.cols;
+        float *a = me->a + (size_t)t * w->wo.cols, *g = me->a_gate + (size_t)t * w->wo.cols;
         for (int i = 0; i < w->wg.rows; i++) a[i] *= sigmoid(g[i]);
         quantize_token(&me->a8, t, 0, a, w->wo.cols, me->c->group_size);
     }
@@ -6373,7 +6369,7 @@ static void state_init(Model *m) {
     const char *cache = no_cache(c, 1, 2.0 * context * size);
     *s = (State){.x = floats(c->dim), .cos = floats(half), .sin = floats(half), .h = floats(c->dim),
                  .h8 = q8_init(c->dim, group), .q = floats(max_int(c->q_dim, c->delta_dim)),
-                 .a = floats(a_dim), .g = floats(a_dim), .a8 = q8_init(a_dim, group),
+                 .a = floats(a_dim), .a_gate = floats(a_dim), .a8 = q8_init(a_dim, group),
                  .gate = floats(c->hidden_dim), .up = floats(c->hidden_dim),
                  .gate8 = q8_init(c->hidden_dim, group), .router_out = floats(experts),
                  .share = floats(experts), .y = floats(c->dim), .out = floats(c->dim),
@@ -6413,7 +6409,7 @@ static Pass *pass_init(const Model *m, int batch, int logit_rows, int texts) {
     const Worker shared = {.c = c, .p = p, .h = floats(n * c->dim),
                      .h8 = quantized_init(n, c->dim, group),
                      .q = floats(n * max_int(c->q_dim, c->delta_dim)), .a = floats(n * a_dim),
-                     .g = floats(n * a_dim), .a8 = quantized_init(n, a_dim, group),
+                     .a_gate = floats(n * a_dim), .a8 = quantized_init(n, a_dim, group),
                      .decay = floats(n * c->delta_v_heads), .rate = floats(n * c->delta_v_heads),
                      .gate8 = quantized_init(chosen, c->hidden_dim, group), .routing = routing};
     *routing = (Routing){.router_out = floats(n * n_experts), .share = floats(n * n_experts),
