@@ -818,6 +818,7 @@ typedef struct {           // the text around the messages of a conversation: se
     Bytes begun;           // before an answer whose beginning is given (not in files before 5.0)
     Bytes strip;           // </think>: all up to the last one is cut from an earlier answer,
     Bytes trim;            // and then any of these characters from the start of what is left
+    bool strips;           // each message loses the blanks at its ends, before that (Qwen3.5)
 } ChatFormat;
 
 typedef struct Tokenizer {
@@ -1278,6 +1279,9 @@ typedef struct {
 
 typedef struct { Message *p; size_t n, cap; } Conversation;
 
+// Returns a message's text as the format has it: perhaps without blanks at its ends. (Part II)
+static Bytes strip_message(const Tokenizer *tok, Bytes text);
+
 // Returns the length of an answer's thinking: to the last </think> and its newlines; 0 without one.
 static size_t thinking_length(const ChatFormat *f, Bytes text) {
     size_t n = find_last(text, f->strip);
@@ -1295,16 +1299,19 @@ static void encode_answer(Encoder *enc, const ChatFormat *f, const Message *mess
     Buffer all = {0};
     for (size_t i = 0; i < ids->n; i++) buffer_add(&all, enc->tok->text[ids->p[i]]);
     buffer_add(&all, rest);
-    size_t to_skip = thinking_length(f, bytes_of(&all));
+    const Bytes stripped = strip_message(enc->tok, bytes_of(&all));
+    const Bytes kept = bytes_from(stripped, thinking_length(f, stripped));
+    size_t to_skip = (size_t)(kept.p - all.p), left = kept.n;
     for (size_t i = 0; i < ids->n; i++) {
         const int id = ids->p[i];
         const Bytes text = enc->tok->text[id];
-        const size_t cut = min_size(to_skip, text.n);
+        const size_t cut = min_size(to_skip, text.n), n = min_size(left, text.n - cut);
         to_skip -= cut;
-        if (cut == 0 && (enc->tok->kind[id] & ADDED)) encode_token(enc, id);
-        else encode_plain(enc, bytes_from(text, cut));
+        left -= n;
+        if (n == text.n && (enc->tok->kind[id] & ADDED)) encode_token(enc, id);
+        else encode_plain(enc, (Bytes){text.p + cut, n});
     }
-    encode_message(enc, bytes_from(rest, to_skip), ASSISTANT);
+    encode_message(enc, (Bytes){bytes_from(rest, to_skip).p, left}, ASSISTANT);
     free(all.p);
 }
 
@@ -1328,10 +1335,11 @@ static void render(const Tokenizer *tok, const Conversation *conversation, size_
         if (i < first && message->role != SYSTEM) continue;
         encode_marked(&enc, f->open[message->role]);
         if (message->role == ASSISTANT) encode_answer(&enc, f, message);
-        else encode_message(&enc, bytes_of(&message->text), message->role);
+        else encode_message(&enc, strip_message(tok, bytes_of(&message->text)), message->role);
         encode_marked(&enc, f->close[message->role]);
     }
-    if (begun) encode_begun(&enc, f, bytes_of(&conversation->p[n - 1].text));
+    if (begun)
+        encode_begun(&enc, f, strip_message(tok, bytes_of(&conversation->p[n - 1].text)));
     else encode_marked(&enc, f->answer_open[think]);
     encode_flush(&enc);
     free(enc.pending.p);
@@ -1867,7 +1875,8 @@ typedef struct Tables {
     Bytes join;            // what stands between the text parts of a message's content
     bool no_systems;       // the chat template has no form for a system message
     Bytes from;            // what it was exported from, and how
-    Sampler advice;        // temperature, top_p, top_k and repetition that its makers advise
+    Sampler advice;        // temperature, top_p, top_k and penalties that its makers advise
+    Sampler plain_advice;  // that, but repetition, for a chat whose thinking is switched off
 } Tables;
 
 static const float ADDED_SCORE = -1e6f;  // tokens that come out of merges have a higher score
@@ -1936,6 +1945,15 @@ static void take_chat(Cursor *in, ChatFormat *f) {
         die_bad(in, in->part, "strip of at most %d bytes, found %zu", LONGEST_STRIP, f->strip.n);
 }
 
+// samp, for answers, and plai, for a chat whose thinking is switched off: f32 temperature, f32
+// top-p, u32 top-k, perhaps f32 presence penalty
+static void take_sampling(Cursor *in, Sampler *advice) {
+    TAKE(advice, temperature, 0, 1e6f);
+    TAKE(advice, top_p, 1e-45f, 1);
+    TAKE(advice, top_k, 0, INT_MAX);
+    if (in->rest.n) TAKE(advice, presence, 0, 2);
+}
+
 // Takes the section whose tag is in->part. Returns false if there is no such section.
 static bool take_section(Cursor *in, Tokenizer *tok) {
     Tables *tables = tok->tables;
@@ -1953,6 +1971,7 @@ static bool take_section(Cursor *in, Tokenizer *tok) {
     else if (!strcmp(tag, "stop")) take_ids(in, tok, &tok->stop);
     else if (!strcmp(tag, "chat")) take_chat(in, &tok->chat);
     else if (!strcmp(tag, "begn")) tok->chat.begun = take_bytes(in, in->rest.n);
+    else if (!strcmp(tag, "strp")) tok->chat.strips = true;
     else if (!strcmp(tag, "syst")) tables->systems = true;
     else if (!strcmp(tag, "join"))
         tables->join = take_bytes(in, min_size(in->rest.n, LONGEST_STRIP));
@@ -1961,11 +1980,9 @@ static bool take_section(Cursor *in, Tokenizer *tok) {
     else if (!strcmp(tag, "from")) tables->from = take_bytes(in, in->rest.n);
     else if (!strcmp(tag, "mode")) TAKE(tables, mode, 0, N_MODES - 1);
     else if (!strcmp(tag, "repe")) TAKE(advice, repetition, 1e-6f, 1e12f);
-    else if (!strcmp(tag, "samp")) {
-        TAKE(advice, temperature, 0, 1e6f);
-        TAKE(advice, top_p, 1e-45f, 1);
-        TAKE(advice, top_k, 0, INT_MAX);
-    } else return false;
+    else if (!strcmp(tag, "samp")) take_sampling(in, advice);
+    else if (!strcmp(tag, "plai")) take_sampling(in, &tables->plain_advice);
+    else return false;
     return true;
 }
 
@@ -2111,6 +2128,7 @@ static void tokenizer_load(Tokenizer *tok, const char *file, int vocab_size) {
     Tables *tables = alloc(1, sizeof(Tables), "the tokenizer");
     tables->join = bytes("\n");  // if the file does not say it
     tables->advice = (Sampler){.temperature = 0.6f, .top_p = 0.95f, .top_k = 20, .repetition = 1};
+    tables->plain_advice = (Sampler){.temperature = 0.7f, .top_p = 0.8f, .top_k = 20};
     *tok = (Tokenizer){.vocab_size = vocab_size, .tables = tables,
                        .text = alloc(vocab_size, sizeof(Bytes), "the tokenizer"),
                        .priority = alloc(vocab_size, sizeof(float), "the tokenizer"),
@@ -2365,7 +2383,7 @@ static const char usage[] =  // after the line of --version
     "  -t FLOAT   temperature, 0 is greedy [the checkpoint's; without thinking 0.7]\n"
     "  -p FLOAT   top-p, above 0 and up to 1 [the checkpoint's; without thinking 0.8]\n"
     "  -k INT     top-k, 0 is off [the checkpoint's; without thinking 20]\n"
-    "  -a FLOAT   presence penalty on tokens already generated, 0 to 2 [0]\n"
+    "  -a FLOAT   presence penalty on tokens already generated, 0 to 2 [the checkpoint's]\n"
     "  -e FLOAT   repetition penalty, 1 is off [the checkpoint's]\n"
     "  -x TEXT    end the answer before TEXT (chat, generate) [none]\n"
     "  -s INT     random seed, 64 bits [from the clock, below 1000000; with -w 0]\n"
@@ -2517,8 +2535,8 @@ static void check_answers(Options *o) {
 
 static Options parse_options(int argc, char **argv) {
     Options o = {.mode = -1, .think = -1, .temperature = -1, .top_p = -1, .top_k = -1, .n = -2,
-                 .repetition = -1, .context = -1, .cache_bits = 32, .batch = 512, .threads = -1,
-                 .seed = (uint64_t)(now() * 1e6) % 1000000};
+                 .presence = -1, .repetition = -1, .context = -1, .cache_bits = 32, .batch = 512,
+                 .threads = -1, .seed = (uint64_t)(now() * 1e6) % 1000000};
     for (int i = 1; i < argc; i++) {
         const char *arg = argv[i];
         const bool help = !strcmp(arg, "-h") || !strcmp(arg, "--help") || !strcmp(arg, "-help");
@@ -3400,6 +3418,18 @@ static Bytes strip_end(const Tokenizer *tok, Bytes text) {
         if (c.class != SPACE) end = at;
     }
     return (Bytes){text.p, end};
+}
+
+// The blanks are those of Python's str.strip(), which are U+1C to U+1F, too.
+static Bytes strip_message(const Tokenizer *tok, Bytes text) {
+    size_t start = 0, end = 0;
+    for (size_t at = 0; at < text.n && tok->chat.strips;) {
+        const Char c = char_at(tok, text, at);
+        at += c.n;
+        if (c.class != SPACE && (c.c < 0x1C || c.c > 0x1F)) end = at;
+        else if (end == 0) start = at;
+    }
+    return tok->chat.strips ? (Bytes){bytes_from(text, start).p, end ? end - start : 0} : text;
 }
 
 // Returns an offset in a raw prompt. Whatever follows the prompt, what is before the offset has the
@@ -4340,18 +4370,20 @@ static void run_dialogue(Engine *e) {
 // chosen, places prepared. Without options the model's own mode, sampling and chat format count.
 
 // Sets how tokens are drawn: as the checkpoint says. If thinking is switched off, Qwen's advice
-// replaces that (unless it is greedy). Options replace both.
+// replaces that (unless it is greedy). Options replace both. Greedy answers have no presence
+// penalty unless -a gives one.
 static void choose_sampling(Engine *e) {
     const Options *o = &e->options;
     Sampler *s = &e->sampling;
-    *s = e->tokenizer.tables->advice;
+    const Tables *tables = e->tokenizer.tables;
+    *s = tables->advice;
     if (e->mode == CHAT && e->can_switch && !e->switched_on && s->temperature != 0)
-        s->temperature = 0.7f, s->top_p = 0.8f, s->top_k = 20;
+        *s = tables->plain_advice;
+    s->repetition = o->repetition >= 0 ? o->repetition : tables->advice.repetition;
     if (o->temperature >= 0) s->temperature = o->temperature;
     if (o->top_p >= 0) s->top_p = o->top_p;
     if (o->top_k >= 0) s->top_k = o->top_k;
-    if (o->repetition >= 0) s->repetition = o->repetition;
-    s->presence = o->presence;
+    if (o->presence >= 0 || s->temperature == 0) s->presence = fmaxf(o->presence, 0);
     e->rng = o->seed;
 }
 
@@ -4676,9 +4708,6 @@ static int json_message(Json *j, Conversation *talk) {
         const Json value = json_member(*j, unread[i]);
         if (memchr("[{\"", json_byte(&value), 3)) buffer_print(&j->ignored, ", %s", unread[i]);
     }
-    Message *last = talk->n ? &talk->p[talk->n - 1] : NULL;
-    if (last && last->role == ASSISTANT)  // an earlier answer loses its thinking
-        buffer_cut(&last->text, thinking_length(&j->tok->chat, bytes_of(&last->text)));
     Buffer *text = &conversation_add(talk, role, (Bytes){0})->text;
     if (json_take_string(&content)) buffer_add(text, bytes_of(j->text));
     else if (json_take(&content, "[")) json_parts(j, content, text);
