@@ -10,7 +10,7 @@
 #   "gguf>=0.19",
 # ]
 # ///
-"""Converts a Qwen3 or Qwen2 checkpoint to the two files that qwen3.c reads.
+"""Converts a Qwen3.5, Qwen3 or Qwen2 checkpoint to the two files that qwen3.c reads.
 
     python export.py SOURCE [OUT.bin] [options]      (`uv run export.py ...` needs no set-up)
 
@@ -142,7 +142,8 @@ def export(options: argparse.Namespace) -> None:
         write_at(tokenizer_part, tokenizer, 0)
         header, outputs = match_tensors(source, header, computed)
         write_model(model_part, header, outputs)
-    form += f", without {source.family.left_out}*" if source.family.left_out else ""
+    left_out = " and ".join(f"{name}*" for name in source.family.left_out)
+    form += f", without {left_out}" if left_out else ""
     text = "The sky is blue." if source.embedding else "Why is the sky blue?"
     say(f"wrote {out} ({outputs[-1].end / 1e6:.1f} MB, {form}) and {out.name}.tokenizer in "
         f"{time.monotonic() - began:.1f} s, run ./qwen3 {shlex.quote(str(out))} -i \"{text}\"")
@@ -264,7 +265,7 @@ class Notices:
 # A source is untrusted, so reading it has bounds. JSON takes up to 36 times its bytes once parsed.
 SETTINGS_SIZE = 1 << 20  # bytes of config.json and the like
 TENSORS_SIZE = 8 << 20  # bytes of the index, or of a shard's header
-TOKENIZER_SIZE = 16 << 20  # bytes of tokenizer.json (Qwen3's has 11 MB) or of a GGUF's metadata
+TOKENIZER_SIZE = 24 << 20  # bytes of tokenizer.json (Qwen3.5's: 13 or 20 MB) or a GGUF's metadata
 MOST_TENSORS = 100_000  # in all files together; Qwen3-235B-A22B has 36,000
 MOST_IDS = 1000  # ids that end an answer, or that a post-processor adds to a text; as in qwen3.c
 LONGEST, LONGEST_ADDED = 1024, 128  # most bytes of a token, and of an added token; as in qwen3.c
@@ -355,11 +356,17 @@ class Family(NamedTuple):
     new number, of TENSORS for each new tensor, and a field of Header that tells qwen3.c of it."""
     architectures: str  # names in config.json, then model_types; "Model" mostly embeds
     gguf: str  # general.architecture in a GGUF file; "": it is that of another row
-    fixed: dict[str, object]  # key of config.json -> its only supported value; it may be absent
+    fixed: dict[str, object]  # key of config.json -> the value that is supported, or a tuple of
+                              # such; the key may be absent
     header: dict[str, int] = {}  # fields of Header -> the value that this architecture has
     head_dim: int | None = 128  # where config.json has none; None: hidden_size / heads
     numbers: tuple[str, ...] = ()  # the keys of NUMBERS that not every architecture has
-    left_out: str = ""  # begins the names of the tensors that qwen3.c has no use for
+    left_out: tuple[str, ...] = ()  # begin the names of the tensors that qwen3.c has no use for
+
+    @property
+    def has_delta(self) -> bool:
+        """True if most layers have a delta rule in place of attention (Qwen3.5)."""
+        return "gated_attention" in self.header
 
 
 QWEN2 = {"hidden_act": "silu", "partial_rotary_factor": 1, "is_causal": True,
@@ -369,15 +376,23 @@ QWEN3 = QWEN2 | {"attention_bias": False}
 MOE = QWEN3 | {"mlp_only_layers": [], "decoder_sparse_step": 1, "qkv_bias": False,
                "shared_expert_intermediate_size": 0, "use_qk_norm": True,
                "use_sliding_window": False}  # transformers has the window in all layers
+DELTA_HEAD, DELTA_TAPS = 128, 4  # of a delta rule: a head's width; the tokens of a convolution
+DELTA = {key: value for key, value in QWEN3.items() if key != "partial_rotary_factor"} | {
+    "linear_key_head_dim": DELTA_HEAD, "linear_value_head_dim": DELTA_HEAD,
+    "linear_conv_kernel_dim": DELTA_TAPS, "attn_output_gate": True,
+    "output_gate_type": ("swish", "silu")}
 FAMILIES = [
     Family("Qwen2ForCausalLM Qwen2Model qwen2", "qwen2", QWEN2, QWEN2_ATTENTION, None),
     Family("Qwen2VLForConditionalGeneration Qwen2_5_VLForConditionalGeneration qwen2_vl qwen2_5_vl",
-           "qwen2vl", QWEN2, QWEN2_ATTENTION, None, left_out="visual."),
-    Family("MiMoForCausalLM mimo", "", QWEN2, QWEN2_ATTENTION, None, left_out="mtp_layers."),
+           "qwen2vl", QWEN2, QWEN2_ATTENTION, None, left_out=("visual.",)),
+    Family("MiMoForCausalLM mimo", "", QWEN2, QWEN2_ATTENTION, None, left_out=("mtp_layers.",)),
     Family("Qwen3ForCausalLM Qwen3Model qwen3", "qwen3", QWEN3),
     Family("Qwen3MoeForCausalLM qwen3_moe", "qwen3moe", MOE, head_dim=None,
            numbers=("moe_intermediate_size", "num_experts", "num_experts_per_tok")),
-    Family("Qwen3VLForConditionalGeneration qwen3_vl", "qwen3vl", QWEN3, left_out="visual.")]
+    Family("Qwen3VLForConditionalGeneration qwen3_vl", "qwen3vl", QWEN3, left_out=("visual.",)),
+    Family("Qwen3_5ForCausalLM Qwen3_5ForConditionalGeneration qwen3_5 qwen3_5_text", "", DELTA,
+           {"gated_attention": 1}, 256, ("full_attention_interval", "linear_num_key_heads",
+                                         "linear_num_value_heads"), ("visual.", "mtp."))]
 
 
 class Source(NamedTuple):
@@ -422,11 +437,15 @@ def normalize_config(where: Path, config: dict) -> tuple[Family, dict]:
                and read_number(where, config, "max_window_layers", 28)
                < read_number(where, config, "num_hidden_layers"))
     layer_types = get("layer_types", list) or ["sliding" if sliding else "full_attention"]
-    require(where, "its sliding window (use_sliding_window, layer_types)",
-            list_names(sorted(set(map(str, layer_types)))), "full_attention")
+    if family.has_delta:
+        config = config | {"full_attention_interval": read_interval(where, config)}
+    else:
+        require(where, "its sliding window (use_sliding_window, layer_types)",
+                list_names(sorted(set(map(str, layer_types)))), "full_attention")
     rope = get("rope_scaling", dict) or get("rope_parameters", dict)
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    rope = {"rope_theta": config.get("rope_theta")} | rope | {"rope_type": rope_type}
+    rope = ({key: config.get(key) for key in ("rope_theta", "partial_rotary_factor")} | rope
+            | {"rope_type": rope_type})
     if rope_type == "yarn" and ORIGINAL in config:
         rope[ORIGINAL] = config[ORIGINAL]
     if "VL" in family.architectures:  # whose defaults are others
@@ -434,6 +453,18 @@ def normalize_config(where: Path, config: dict) -> tuple[Family, dict]:
             read_number(where, config | rope, key)
     experts = config.get("num_local_experts", config.get("num_experts"))
     return family, config | {"rope": rope, "num_experts": experts}
+
+
+def read_interval(where: Path, config: dict) -> Any:
+    """full_attention_interval of a model with a delta rule: each so manieth layer is attention.
+    transformers 5 saves it as layer_types."""
+    types = read_value(where, config, "layer_types", list)
+    every = types.index("full_attention") + 1 if "full_attention" in types else len(types)
+    period = ["linear_attention"] * (every - 1) + ["full_attention"]
+    if types != (period * len(types))[:len(types)]:
+        refuse(where, "layer_types", "full_attention after as many linear_attention each time",
+               list_names(list(map(str, types)), 12))
+    return every or config.get("full_attention_interval", 4)
 
 
 def read_value(where: Path, values: dict, key: str, kind: type) -> Any:
@@ -607,9 +638,20 @@ def open_checkpoint(folder: Path, family: Family) -> dict[str, Tensor]:
                    "those that it lists", f"a difference in {list_names(wrong)}")
         for name, tensor in of_file.items():
             name = re.sub(r"^model\.(language_model\.)?", "", name)
-            if not (family.left_out and name.startswith(family.left_out)):
-                add_tensor(tensors, name, tensor)
+            if not name.startswith(family.left_out):
+                kind = re.sub(r"^layers\.\d+\.", "", name) if family.has_delta else ""
+                add_tensor(tensors, name, tensor._replace(change=DELTA_CHANGES.get(kind)))
     return tensors
+
+
+# What the numbers of OUT.bin are of those of a checkpoint with a delta rule: its norms, but for
+# one, multiply by 1 + w; decays have no logarithm; of a convolution tap 0 comes first, for all
+# channels.
+DELTA_CHANGES = dict.fromkeys(
+    ["norm.weight", "input_layernorm.weight", "post_attention_layernorm.weight",
+     "self_attn.q_norm.weight", "self_attn.k_norm.weight"], lambda w: w + np.float32(1)) | {
+    "linear_attn.A_log": lambda x: np.exp(x.astype(float)).astype("<f4"),  # fp64: as scale_rope()
+    "linear_attn.conv1d.weight": lambda x: x.reshape(-1, DELTA_TAPS).T.ravel()}
 
 
 def add_tensor(tensors: dict[str, Tensor], name: str, tensor: Tensor) -> None:
@@ -903,7 +945,8 @@ def read_gguf_tokenizer(path: Path, ggml: dict, ends: dict[str, list[int]]) -> d
     around = {name: {"ids": ids if ggml.get(f"add_{name}_token") else []}
               for name, ids in ends.items()}
     return {"model": {"type": "BPE", "vocab": ids[types.NORMAL] | added, "merges": merges},
-            "normalizer": {"type": "NFC"}, "pre_tokenizer": {"pretokenizers": PRE_TOKENIZERS},
+            "normalizer": {"type": "NFC"},
+            "pre_tokenizer": {"pretokenizers": PRE_TOKENIZERS["qwen2"]},
             "post_processor": {"type": "TemplateProcessing", "special_tokens": around, "single": [
                 {"SpecialToken": {"id": "bos"}}, {"Sequence": {"id": "A"}},
                 {"SpecialToken": {"id": "eos"}}]},
@@ -1032,9 +1075,14 @@ class Header(NamedTuple):
     n_experts_used: U32 = 0  # A token uses so many experts.
     no_topk_norm: U32 = 0  # 1 says that the weights of the experts used need not add up to 1.
     layer_bits: U32 = 0  # 4 says that the layers' matrices have four bits. 0 stands for 8.
-    eight_bits: U32 = 0  # Bits 0 to 6 say that q k v o gate down up have 8 bits nevertheless.
+    eight_bits: U32 = 0  # Bit i says that MATRICES[i] has 8 bits nevertheless.
     levels: BYTES = bytes(16)  # The codes of four bits stand for these int8 values.
     panels: U32 = 1  # 1 says that the file has its matrices in panels.
+    attention_every: U32 = 0  # Each so manieth layer is attention, the others have a delta rule.
+    delta_k_heads: U32 = 0  # A delta rule has so many heads that make queries and keys.
+    delta_v_heads: U32 = 0  # It has so many that make values; delta_k_heads divides it.
+    rotary_dim: U32 = 0  # Rope rotates so many numbers of a head. 0 stands for all.
+    gated_attention: U32 = 0  # 1 says that attention's output is multiplied by a gate.
 
 
 FIELDS = "<" + "".join(kind.__metadata__[0] for kind in get_type_hints(
@@ -1056,6 +1104,9 @@ NUMBERS = {
     "max_position_embeddings": (1, 1 << 30, "context_length", "max_seq_len"),
     "num_experts": (0, 4096, "expert_count", "n_experts"),
     "num_experts_per_tok": (0, 4096, "expert_used_count", "n_experts_used"),
+    "full_attention_interval": (2, 4096, None, "attention_every"),
+    "linear_num_key_heads": (1, 128, None, "delta_k_heads"),
+    "linear_num_value_heads": (1, 256, None, "delta_v_heads"),
     "max_window_layers": (0, 2 ** 31 - 1, None, None),
     "rms_norm_eps": (2.0 ** -126, 1e12, "attention.layer_norm_rms_epsilon", "rms_norm_eps"),
     ORIGINAL: (1, 2 ** 31 - 1, None, None), "top_k": (0, 2 ** 31 - 1, None, None),
@@ -1074,7 +1125,7 @@ def read_header(source: Source, bits: int | None, group_size: int | None,
     if "VL" in family.architectures and (source.embedding or "embedding" in source.name.lower()):
         refuse(where, "a vision model that makes embeddings", "one that answers", source.name)
     for key, value in family.fixed.items():
-        require(where, key, config.get(key), value, None)
+        require(where, key, config.get(key), *(value if type(value) is tuple else [value]), None)
     if source.embedding:  # its own code may see in both directions, or add tokens to a text
         require(where, "auto_map (the model's own code)", config.get("auto_map", "none"), "none")
     get = partial(read_number, where, config)
@@ -1087,17 +1138,28 @@ def read_header(source: Source, bits: int | None, group_size: int | None,
               if field and key not in of_others}
     if heads % fields["n_kv_heads"]:
         refuse(where, "num_key_value_heads", f"a divisor of {heads}", fields["n_kv_heads"])
+    every, k_heads, v_heads = (fields.get(name, 1) for name in (
+        "attention_every", "delta_k_heads", "delta_v_heads"))
     if fields["head_dim"] % 2:
         refuse(where, "head_dim", "an even number", fields["head_dim"])
+    for key, value, divisor in (  # a panel must not have rows of both q and its gate
+            ("head_dim", fields["head_dim"], PANEL if family.has_delta else 2),
+            ("num_hidden_layers", fields["n_layers"], every),
+            ("linear_num_value_heads", v_heads, k_heads)):
+        if value % divisor:
+            refuse(where, key, f"a multiple of {divisor}", value)
+    rotary_dim = read_rotary_dim(where, config, fields["head_dim"], family.has_delta)
+    fields["rotary_dim"] = 0 if rotary_dim == fields["head_dim"] else rotary_dim
     fields["max_seq_len"], fields["rope_theta"], fields["rope_factor"], frequencies = read_rope(
-        where, config, fields["head_dim"], yarn)
+        where, config, rotary_dim, yarn)
     for name, usual in ("rope_theta", 1e6), ("rms_norm_eps", 1e-6):
         if np.float32(fields[name]) == np.float32(usual):
             fields[name] = 0
     width = heads * fields["head_dim"]
     bits, group_size, levels = choose_quantization(
         source.dtypes, (fields["dim"], fields["hidden_dim"], width), bits, group_size)
-    for key, width in ("hidden_size", fields["dim"]), ("num_attention_heads * head_dim", width):
+    for key, width in (("hidden_size", fields["dim"]), ("num_attention_heads * head_dim", width),
+                       ("linear_num_value_heads * 128", fields.get("delta_v_heads", 0) * 128)):
         if width % group_size:
             refuse(where, key, f"a multiple of {group_size}, the quantization group", width)
     if "n_experts" in fields:
@@ -1129,7 +1191,19 @@ def read_number(where: Path, values: dict, key: str, default: float | None = Non
     return kind(value)
 
 
-def read_rope(where: Path, config: dict, head_dim: int, yarn_factor: float | None) -> tuple:
+def read_rotary_dim(where: Path, config: dict, head_dim: int, may_be_part: bool) -> int:
+    """How many of a head's numbers rope rotates."""
+    factor = config["rope"].get("partial_rotary_factor")
+    if not may_be_part:
+        require(where, "partial_rotary_factor", factor, 1, None)
+        return head_dim
+    rotary_dim = int(head_dim * read_number(where, {"factor": factor}, "factor", 0.25))
+    if not 2 <= rotary_dim <= head_dim or rotary_dim % 2:
+        refuse(where, "partial_rotary_factor", f"an even part of {head_dim}", factor)
+    return rotary_dim
+
+
+def read_rope(where: Path, config: dict, rotary_dim: int, yarn_factor: float | None) -> tuple:
     """max_seq_len, rope_theta, rope_factor, frequencies. --yarn does as Qwen's model cards say."""
     rope, rope_type = config["rope"], config["rope"]["rope_type"]
     max_seq_len = read_number(where, config, "max_position_embeddings")
@@ -1149,15 +1223,14 @@ def read_rope(where: Path, config: dict, head_dim: int, yarn_factor: float | Non
     if unknown := sorted(rope.keys() - known):
         refuse(where, f"rope scaling {rope_type}", f"no keys but {', '.join(sorted(known))}",
                list_names(unknown))
-    require(where, "partial_rotary_factor", rope.get("partial_rotary_factor"), 1, None)
-    scaled = scale_rope(where, rope, theta, head_dim, max_seq_len) if ROPES[rope_type] else (0, ())
-    return max_seq_len, theta, *scaled
+    scale = scale_rope if ROPES[rope_type] else lambda *_: (0, ())
+    return max_seq_len, theta, *scale(where, rope, theta, rotary_dim, max_seq_len)
 
 
-def scale_rope(where: Path, rope: dict, theta: float, head_dim: int, max_seq_len: int) -> tuple:
-    """(factor on cos and sin, head_dim / 2 frequencies) of YaRN (arXiv 2309.00071) or a linear one.
-    It uses fp32 as transformers does, but fp64 for powers: all machines agree on them."""
-    exponents = np.arange(0, head_dim, 2, dtype="<f4") / head_dim
+def scale_rope(where: Path, rope: dict, theta: float, rotary_dim: int, max_seq_len: int) -> tuple:
+    """(factor on cos and sin, rotary_dim / 2 frequencies) of YaRN (arXiv 2309.00071) or a linear
+    one. It uses fp32 as transformers does, but fp64 for powers: all machines agree on them."""
+    exponents = np.arange(0, rotary_dim, 2, dtype="<f4") / rotary_dim
     powers = (theta ** exponents.astype(float)).astype("<f4")
     if rope["rope_type"] == "linear":
         factor = np.float32(read_number(where, rope, "factor"))
@@ -1174,13 +1247,13 @@ def scale_rope(where: Path, rope: dict, theta: float, head_dim: int, max_seq_len
         attention_factor = (growth * get("mscale") + 1) / (growth * get("mscale_all_dim") + 1)
     # Dimensions with more than beta_fast rotations in the original length keep their frequency,
     # those with fewer than beta_slow get frequency / factor; a linear ramp lies in between.
-    low, high = (head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+    low, high = (rotary_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
                  for rotations in (get("beta_fast", 32), get("beta_slow", 1)))
     require(where, "truncate", repr(truncate := rope.get("truncate", True)), *BOOLEANS)
     if truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
-    ramp = np.arange(head_dim // 2, dtype="<f4") - low
+    low, high = max(low, 0), min(high, rotary_dim - 1)
+    ramp = np.arange(rotary_dim // 2, dtype="<f4") - low
     ramp = np.clip(ramp / (high - low if high != low else 0.001), 0, 1)
     frequencies = 1 / (factor * powers) * (1 - (1 - ramp)) + 1 / powers * (1 - ramp)
     return get("attention_factor", attention_factor), tuple(frequencies.tolist())
@@ -1188,12 +1261,17 @@ def scale_rope(where: Path, rope: dict, theta: float, head_dim: int, max_seq_len
 
 # ---- Vocabulary: tokenizer.json as byte strings with merge scores --------------------------------
 
-# Qwen's pre-tokenizer, the only one that qwen3.c has
-SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-         r"|\s*[\r\n]+|\s+(?!\S)|\s+")
-PRE_TOKENIZERS = [
-    {"type": "Split", "pattern": {"Regex": SPLIT}, "behavior": "Isolated", "invert": False},
+# Qwen's pre-tokenizers, by the name that GGUF files give them. They differ in what is a letter. (In
+# Qwen3.5's the one character before a word, [^\r\n\p{L}\p{N}]?, may be a mark, \p{M}. But then the
+# word could begin with it: the piece is the same. So qwen3.c needs to know only what is a letter.)
+LETTERS = {"qwen2": r"\p{L}", "qwen35": r"\p{L}\p{M}"}
+PRE_TOKENIZERS = {name: [
+    {"type": "Split", "behavior": "Isolated", "invert": False, "pattern": {"Regex":
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?" + (
+            letters if name == "qwen2" else f"[{letters}]") + r"+|\p{N}| ?[^\s" + letters
+        + r"\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"}},
     {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}]
+    for name, letters in LETTERS.items()}
 
 
 def decode_vocabulary(where: Path, model: dict, added: dict, vocab_size: int) -> tuple[dict, dict]:
@@ -1235,20 +1313,21 @@ def decode_vocabulary(where: Path, model: dict, added: dict, vocab_size: int) ->
     return tokens, scores
 
 
-def check_pipeline(where: Path, tokenizer: dict) -> bool:
-    """Refuses a tokenizer.json that does what qwen3.c does not. True if it normalizes to NFC."""
+def check_pipeline(where: Path, tokenizer: dict) -> tuple[bool, str]:
+    """Refuses a tokenizer.json that does what qwen3.c does not. Returns True if it normalizes to
+    NFC, and what it takes for letters."""
     model = tokenizer["model"]
     require(where, "model", model.get("type"), "BPE")
     for key in sorted(model.keys() - {"type", "vocab", "merges", "fuse_unk"}):
         require(where, f"model.{key}", model[key] or "none", "none")
     steps = (tokenizer["pre_tokenizer"] or {}).get("pretokenizers", [])
     steps = [{key: step[key] for key in step if key != "trim_offsets"} for step in steps]
-    if steps != PRE_TOKENIZERS:
+    if steps not in PRE_TOKENIZERS.values():
         refuse(where, "pre_tokenizer is not supported", "Qwen's", tokenizer["pre_tokenizer"])
     normalizer = tokenizer["normalizer"] or {"normalizers": []}
     used = normalizer.get("normalizers", [normalizer])
     require(where, "normalizer", used, [{"type": "NFC"}], [])
-    return bool(used)
+    return bool(used), next(LETTERS[key] for key, known in PRE_TOKENIZERS.items() if known == steps)
 
 
 # Flags of an added token: not printed; found after NFC; a word that users' texts in chat may have
@@ -1327,7 +1406,8 @@ def score_merges(where: Path, vocab: dict[str, int], merges: list[tuple]) -> dic
     """id -> -log(rank + 1) of the merge that makes the token. qwen3.c has these scores and no list
     of merges: of all neighbours that together are a token it merges those with the best score.
     This gives the list's ids if two things hold, and all else is refused: the merges that make one
-    token follow each other, and the package encodes each token's text to that token alone."""
+    token follow each other, and the package encodes the token's text to that token alone. A token
+    that no merge makes (Qwen3.5 has 201) has no score: no text becomes it, as in the package."""
     scores: dict[int, float] = {}
     previous = -1
     for rank, (left, right) in enumerate(merges):
@@ -1340,8 +1420,8 @@ def score_merges(where: Path, vocab: dict[str, int], merges: list[tuple]) -> dic
             refuse(where, f"merge {rank} makes {left + right!r} again", "one rank", [left, right])
         previous = made
     bpe = models.BPE(vocab=vocab, merges=merges)
-    for token in vocab:
-        if len(bpe.tokenize(token)) != 1:
+    for token, made in vocab.items():
+        if made in scores and len(bpe.tokenize(token)) != 1:
             refuse(where, f"token {token!r}", "merges that make it", "none that do")
     return scores
 
@@ -1354,7 +1434,7 @@ def score_merges(where: Path, vocab: dict[str, int], merges: list[tuple]) -> dic
 CHARACTERS = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x40000), *range(0xE0000, 0xF0000)]))
 
 
-def make_unicode_sections(nfc: bool) -> dict[str, bytes]:
+def make_unicode_sections(nfc: bool, letters: str) -> dict[str, bytes]:
     """The tokenizer file's section `clas` and, if the tokenizer has NFC, `ccc ` and the `nfc`s."""
     def find_runs(classes: dict[int, int]) -> np.ndarray:
         """Rows of (first, last, class), one for each run of code points of one class, ascending."""
@@ -1363,8 +1443,8 @@ def make_unicode_sections(nfc: bool) -> dict[str, bytes]:
         first = [0, *last[:-1] + 1]
         return np.stack([codes[first], codes[last], numbers[last]], axis=1)
 
-    classes = {ord(char): number for number, pattern in enumerate((r"\p{L}+", r"\p{N}+", r"\s+"), 1)
-               for piece, _ in pre_tokenizers.Split(Regex(pattern), "removed", invert=True)
+    classes = {ord(char): number for number, pattern in enumerate((letters, r"\p{N}", r"\s"), 1)
+               for piece, _ in pre_tokenizers.Split(Regex(f"[{pattern}]+"), "removed", invert=True)
                .pre_tokenize_str(CHARACTERS) for char in piece}
     if not nfc:
         return {"clas": pack_u32(*find_runs(classes))}
@@ -1412,9 +1492,11 @@ class Pieces(namedtuple("Pieces", "start no_system system_open system_close user
     including the last `strip`, and loses the characters in `trim` at its beginning. `begun`, which
     opens an answer whose beginning is given, has a section of its own."""
 
-    def render(self, messages: tuple[Message, ...], thinking: bool | None) -> str:
+    def render(self, messages: tuple[Message, ...], thinking: bool | None, strips=False) -> str:
+        """strips: before all else contents lose the blanks at their ends."""
         text = self.start + ("" if messages[0][0] == "system" else self.no_system)
         for role, content in messages:
+            content = content.strip() if strips else content
             if role == "assistant" and self.strip and self.strip in content:
                 content = content.rpartition(self.strip)[2].lstrip(self.trim)
             text += getattr(self, f"{role}_open") + content + getattr(self, f"{role}_close")
@@ -1422,20 +1504,23 @@ class Pieces(namedtuple("Pieces", "start no_system system_open system_close user
 
 
 def find_verified_pieces(template: str | None, variables: dict[str, str]) -> tuple:
-    """The verified pieces of a template, or None, and the tag of the empty section that the file
-    needs besides (see qwen3.c), or ""."""
+    """The verified pieces of a template, or None, and the tags of the empty sections that the file
+    needs besides (see qwen3.c)."""
     if not template:
         Notices.hints.append("no chat template: qwen3 will " + (
             "chat in ChatML, whose end token it has" if variables.get("eos_token") == TURN_END else
             "continue texts; -m chat uses ChatML"))
-        return None, ""
+        return None, []
     try:
         texts = render_all(template, variables, MARKED)
         pieces = find_pieces(texts, variables.get("bos_token", ""))
         trials = make_trials(pieces.user_close + pieces.user_open)
         texts = render_all(template, variables, sum(trials.values(), []))
-        wrong = {kind: [talk for talk in talks if pieces.render(*talk) != texts[talk]]
-                 for kind, talks in trials.items()}
+        wrong, if_stripped = (
+            {kind: [talk for talk in talks if pieces.render(*talk, strips) != texts[talk]]
+             for kind, talks in trials.items()} for strips in (False, True))
+        strips = len(sum(if_stripped.values(), [])) < len(sum(wrong.values(), []))
+        wrong = if_stripped if strips else wrong
         for messages, thinking in wrong[""]:
             raise ValueError(f"it differs for {messages}, enable_thinking={thinking}")
         "".join(pieces).encode()  # a ValueError, too, for half a surrogate pair
@@ -1445,13 +1530,14 @@ def find_verified_pieces(template: str | None, variables: dict[str, str]) -> tup
             "a reranker's chat template: give qwen3 -o 'yes|no' and texts as \"Search\" in "
             ".github/RECIPES.md makes them" if reranker else "warning: the chat template is more "
             f"than fixed strings around the messages, qwen3 will chat in plain ChatML: {error}")
-        return None, "" if reranker else "gues"
+        return None, [] if reranker else ["gues"]
     later, no_system = wrong.pop(LATER), bool(wrong[SYSTEMS])
     if kinds := [kind for kind, talks in wrong.items() if kind == SYSTEMS and talks or any(
             not (no_system and messages[0][0] == "system") for messages, _ in talks)]:
         Notices.hints.append("warning: the chat template is more than fixed strings around the "
                              f"messages, what qwen3 makes differs for {list_names(kinds, 99)}")
-    return pieces, "nosy" if no_system else "" if later else "syst"
+    tags = {"strp": strips, "nosy": no_system, "syst": not (no_system or later)}
+    return pieces, [tag for tag, holds in tags.items() if holds]
 
 
 def find_join(template: str, variables: dict, pieces: Pieces) -> str | None:
@@ -1647,7 +1733,7 @@ def make_tokenizer(source: Source, vocab_size: int) -> tuple[bytes, bytes]:
     """OUT.bin.tokenizer in the base format, and the sections of its extension but for `from`."""
     where, path = source.file("tokenizer.json"), source.file("generation_config.json")
     with parsing(where):
-        nfc = check_pipeline(where, source.tokenizer)
+        nfc, letters = check_pipeline(where, source.tokenizer)
         head_ids, tail_ids = read_post_processor(where, source.tokenizer)
         roles = read_roles(source.tokenizer_config)
     added = read_added(where, source.tokenizer, source.tokenizer_config, nfc)
@@ -1657,10 +1743,10 @@ def make_tokenizer(source: Source, vocab_size: int) -> tuple[bytes, bytes]:
         refuse(source.path, "token ids", f"ids below vocab_size, {vocab_size}", unknown)
     if not isinstance(source.chat_template, str | None):
         refuse(source.path, "chat_template", "a text", repr(source.chat_template))
-    pieces, tag = find_verified_pieces(source.chat_template, roles)
+    pieces, tags = find_verified_pieces(source.chat_template, roles)
     opens = [f"<|im_start|>{role}\n" for role in ("system", "user", "assistant")]
     guess = ["", "", *(text for x in opens for text in (x, f"{TURN_END}\n")), opens[2], opens[2],
-             "", "", ""] if tag == "gues" and "<think>" not in source.chat_template else []
+             "", "", ""] if "gues" in tags and "<think>" not in source.chat_template else []
     marks = find_marks(source.chat_template, roles, pieces, added)
     for text, (i, flags) in added.items():
         is_mark = text in marks or text.startswith("<|") and text.endswith("|>")
@@ -1685,15 +1771,22 @@ def make_tokenizer(source: Source, vocab_size: int) -> tuple[bytes, bytes]:
     given = {key: generation[key] for key in defaults if generation.get(key) is not None}
     numbers = [read_number(path, defaults | given, k) for k in ("temperature", "top_p", "top_k")]
     sampling = struct.pack("<2fI", numbers[0] if given.get("do_sample", True) else 0, *numbers[1:])
+    plain = b""
+    if source.family.has_delta and mode == CHAT and not given:  # Qwen3.5-0.8B to 9B: their cards'
+        sampling, plain = (struct.pack("<2fIf", *card) for card in (
+            (1.0, 0.95, 20, 1.5),
+            (1.0, 1.0, 20, 2.0) if source.config["hidden_size"] == 1024 else (0.7, 0.8, 20, 1.5)))
+        Notices.hints.append("no sampling settings in the checkpoint: those that Qwen3.5's cards "
+                             "advise (qwen3 -v says them)")
     sections = {
-        "adde": pack_u32(*sorted(added.values())), **make_unicode_sections(nfc),
+        "adde": pack_u32(*sorted(added.values())), **make_unicode_sections(nfc, letters),
         "head": pack_u32(head_ids), "tail": pack_u32(tail_ids), "stop": pack_u32(stop_ids),
-        "samp": sampling if given else b"",
+        "samp": sampling if given or plain else b"", "plai": plain,
         "repe": b"" if penalty == 1 else struct.pack("<f", penalty),
         "mode": b"" if mode == CHAT else pack_u32([mode]),
         "chat": b"".join(pack_bytes(piece.encode()) for piece in (pieces or guess)[:-1]),
         "begn": pieces.begun.encode() if pieces else b""}
-    sections = {key: data for key, data in sections.items() if data} | ({tag: b""} if tag else {})
+    sections = {key: data for key, data in sections.items() if data} | dict.fromkeys(tags, b"")
     joint = find_join(source.chat_template, roles, pieces) if pieces else None
     if joint not in (None, "\n"):
         sections["join"] = joint.encode()
@@ -1872,35 +1965,59 @@ def pack_nibbles(codes: np.ndarray) -> np.ndarray:
 # ---- OUT.bin: the tensors in its order, encoded and written piece by piece -----------------------
 
 PANEL = 16  # rows of a matrix whose 32-bit words alternate in OUT.bin; the last panel has zeros
-# A model's tensors: name in a checkpoint, where * is a layer's number and # an expert's; in a GGUF
-# file; fp32, int8 or a layer's matrix, whose bits the header says; shape; and what is not 0 if the
-# model has the tensor. The last two are names in the header or in lay_out().
+# A model's tensors: name in a checkpoint, or the one that DEALT gives, where * is a layer, such as
+# layers.0, and # an expert's number; in a GGUF file; fp32, int8 or a layer's matrix, whose bits the
+# header says; shape; and what is not 0 if the model has the tensor. The last two are names of
+# find_sizes(). Of a matrix with two rows here a layer has the first if it has attention, else the
+# second.
 TENSORS = [row.split() for row in """
-    layers.*.input_layernorm.weight           attn_norm      fp32  dim             always
-    layers.*.post_attention_layernorm.weight  ffn_norm       fp32  dim             always
-    norm.weight                               output_norm    fp32  dim             always
-    layers.*.self_attn.q_norm.weight          attn_q_norm    fp32  head_dim        qk_norm
-    layers.*.self_attn.k_norm.weight          attn_k_norm    fp32  head_dim        qk_norm
-    layers.*.mlp.gate.weight                  ffn_gate_inp   fp32  n_experts,dim   n_experts
-    frequencies                               -              fp32  half_head       rope_scaling
-    embed_tokens.weight                       token_embd     int8  vocab_size,dim  always
-    layers.*.self_attn.q_proj.weight          attn_q         q     q_dim,dim       always
-    layers.*.self_attn.k_proj.weight          attn_k         k     kv_dim,dim      always
-    layers.*.self_attn.v_proj.weight          attn_v         v     kv_dim,dim      always
-    layers.*.self_attn.o_proj.weight          attn_output    o     dim,q_dim       always
-    layers.*.mlp.gate_proj.weight             ffn_gate       gate  hidden_dim,dim  dense
-    layers.*.mlp.down_proj.weight             ffn_down       down  dim,hidden_dim  dense
-    layers.*.mlp.up_proj.weight               ffn_up         up    hidden_dim,dim  dense
-    layers.*.mlp.experts.#.gate_proj.weight   ffn_gate_exps  gate  hidden_dim,dim  n_experts
-    layers.*.mlp.experts.#.down_proj.weight   ffn_down_exps  down  dim,hidden_dim  n_experts
-    layers.*.mlp.experts.#.up_proj.weight     ffn_up_exps    up    hidden_dim,dim  n_experts
-    lm_head.weight                            output         int8  vocab_size,dim  classifier
-    layers.*.self_attn.q_proj.bias            attn_q         fp32  q_dim           qkv_bias
-    layers.*.self_attn.k_proj.bias            attn_k         fp32  kv_dim          qkv_bias
-    layers.*.self_attn.v_proj.bias            attn_v         fp32  kv_dim          qkv_bias
+    *.input_layernorm.weight           attn_norm      fp32  dim                always
+    *.post_attention_layernorm.weight  ffn_norm       fp32  dim                always
+    norm.weight                        output_norm    fp32  dim                always
+    *.self_attn.q_norm.weight          attn_q_norm    fp32  head_dim           qk_norm
+    *.self_attn.k_norm.weight          attn_k_norm    fp32  head_dim           qk_norm
+    *.mlp.gate.weight                  ffn_gate_inp   fp32  n_experts,dim      n_experts
+    frequencies                        -              fp32  half_rotary        rope_scaling
+    *.linear_attn.conv1d.weight        -              fp32  channels,one,taps  delta
+    *.linear_attn.A_log                -              fp32  delta_v_heads      delta
+    *.linear_attn.dt_bias              -              fp32  delta_v_heads      delta
+    *.linear_attn.norm.weight          -              fp32  delta_head         delta
+    *.linear_attn.in_proj_a.weight     -              fp32  delta_v_heads,dim  delta
+    *.linear_attn.in_proj_b.weight     -              fp32  delta_v_heads,dim  delta
+    embed_tokens.weight                token_embd     int8  vocab_size,dim     always
+    *.self_attn.q_proj.weight          attn_q         q     q_dim,dim          always
+    *.linear_attn.in_proj_q.weight     -              q     delta_k_dim,dim    delta
+    *.self_attn.k_proj.weight          attn_k         k     kv_dim,dim         always
+    *.linear_attn.in_proj_k.weight     -              k     delta_k_dim,dim    delta
+    *.self_attn.v_proj.weight          attn_v         v     kv_dim,dim         always
+    *.linear_attn.in_proj_v.weight     -              v     delta_v_dim,dim    delta
+    *.self_attn.q_proj.gate            -              z     q_dim,dim          gated_attention
+    *.linear_attn.in_proj_z.weight     -              z     delta_v_dim,dim    delta
+    *.self_attn.o_proj.weight          attn_output    o     dim,q_dim          always
+    *.linear_attn.out_proj.weight      -              o     dim,delta_v_dim    delta
+    *.mlp.gate_proj.weight             ffn_gate       gate  hidden_dim,dim     dense
+    *.mlp.down_proj.weight             ffn_down       down  dim,hidden_dim     dense
+    *.mlp.up_proj.weight               ffn_up         up    hidden_dim,dim     dense
+    *.mlp.experts.#.gate_proj.weight   ffn_gate_exps  gate  hidden_dim,dim     n_experts
+    *.mlp.experts.#.down_proj.weight   ffn_down_exps  down  dim,hidden_dim     n_experts
+    *.mlp.experts.#.up_proj.weight     ffn_up_exps    up    hidden_dim,dim     n_experts
+    lm_head.weight                     output         int8  vocab_size,dim     classifier
+    *.self_attn.q_proj.bias            attn_q         fp32  q_dim              qkv_bias
+    *.self_attn.k_proj.bias            attn_k         fp32  kv_dim             qkv_bias
+    *.self_attn.v_proj.bias            attn_v         fp32  kv_dim             qkv_bias
+    """.strip().splitlines()]
+MATRICES = "q k v o gate down up z".split()  # in the order of the bits of Header.eight_bits
+# A tensor whose rows are dealt out like cards: the first so many, of find_sizes(), to one tensor,
+# the next to another, and so on, again and again.
+DEALT = [row.split() for row in """
+    self_attn.q_proj.weight         gated_head   self_attn.q_proj.weight
+    self_attn.q_proj.weight         gated_head   self_attn.q_proj.gate
+    linear_attn.in_proj_qkv.weight  delta_k_dim  linear_attn.in_proj_q.weight
+    linear_attn.in_proj_qkv.weight  delta_k_dim  linear_attn.in_proj_k.weight
+    linear_attn.in_proj_qkv.weight  delta_v_dim  linear_attn.in_proj_v.weight
     """.strip().splitlines()]
 GGUF_NAMES = {  # attn_q -> self_attn.q_proj, ffn_up_exps -> mlp.experts.up_proj
-    gguf_name: re.sub(r"^layers\.\*\.|#\.|\.(weight|bias)$", "", name)
+    gguf_name: re.sub(r"^\*\.|#\.|\.(weight|bias)$", "", name)
     for name, gguf_name, *_ in TENSORS} | {"ffn_gate_up_exps": "mlp.experts.gate_up_proj"}
 
 
@@ -1916,19 +2033,37 @@ class Output(NamedTuple):
     tensors: list[Tensor]  # the source, whose rows follow each other; none before match_tensors()
 
 
+def find_sizes(h: Header) -> dict[str, int]:
+    """What TENSORS and DEALT name: the header's fields, and what follows from them."""
+    k_dim, v_dim = h.delta_k_heads * DELTA_HEAD, h.delta_v_heads * DELTA_HEAD
+    return h._asdict() | {
+        "q_dim": h.n_heads * h.head_dim, "kv_dim": h.n_kv_heads * h.head_dim,
+        "gated_head": h.head_dim * h.gated_attention, "delta_head": DELTA_HEAD,
+        "delta_k_dim": k_dim, "delta_v_dim": v_dim, "channels": 2 * k_dim + v_dim, "one": 1,
+        "taps": DELTA_TAPS, "half_rotary": (h.rotary_dim or h.head_dim) // 2, "always": 1,
+        "delta": h.attention_every, "qk_norm": not h.no_qk_norm, "dense": not h.n_experts,
+        "classifier": not h.shared_classifier}
+
+
 def lay_out(h: Header) -> list[Output]:
     """The tensors of OUT.bin, in its order, without their source."""
-    values = h._asdict() | {
-        "q_dim": h.n_heads * h.head_dim, "kv_dim": h.n_kv_heads * h.head_dim,
-        "half_head": h.head_dim // 2, "always": True, "qk_norm": not h.no_qk_norm,
-        "dense": not h.n_experts, "classifier": not h.shared_classifier}
+    def is_of(layer: int, name: str) -> bool:
+        is_delta = h.attention_every and (layer + 1) % h.attention_every
+        return (".self_attn." if is_delta else ".linear_attn.") not in name
+
+    sizes = find_sizes(h)
     bits_of = {"fp32": 32, "int8": 8} | {matrix: 8 if h.eight_bits >> i & 1 else h.layer_bits or 8
-                                         for i, matrix in enumerate("q k v o gate down up".split())}
+                                         for i, matrix in enumerate(MATRICES)}
     outputs, offset = [], HEADER.size
-    for name, _, kind, sizes, _ in (row for row in TENSORS if values[row[-1]]):
-        bits, shape = bits_of[kind], tuple(values[size] for size in sizes.split(","))
-        for layer in range(h.n_layers if "*" in name else 1):
-            names = [name.replace("*", str(layer)).replace("#", str(expert))
+    for _, group in itertools.groupby((row for row in TENSORS if sizes[row[-1]]), key=lambda row:
+                                      row[2] if row[2] in MATRICES else row[0]):
+        rows = list(group)
+        layers = range(h.n_layers if "*" in rows[0][0] else 1)
+        for layer, (name, _, kind, dims, _) in itertools.product(layers, rows):
+            if not is_of(layer, name):
+                continue
+            bits, shape = bits_of[kind], tuple(sizes[size] for size in dims.split(","))
+            names = [name.replace("*", f"layers.{layer}").replace("#", str(expert))
                      for expert in range(h.n_experts if "#" in name else 1)]
             size = len(names) * math.prod(shape)
             if bits < 32 and h.panels:
@@ -1940,29 +2075,57 @@ def lay_out(h: Header) -> list[Output]:
     return outputs
 
 
-def pad_with_zeros(tensor: Tensor, shape: tuple[int, ...], panel: Tensor) -> list[Tensor]:
-    """The tensor with OUT.bin's shape. Zeros follow each row when it is read. Of the rows of zeros
-    that follow it, put_in_panels() makes those of its last panel; the panel of zeros makes more."""
-    if more := shape[-1] - tensor.shape[-1]:
-        tensor = tensor._replace(change=lambda x: np.pad(
-            x.reshape(-1, shape[-1] - more), ((0, 0), (0, more))).ravel())
-    return [tensor] + [panel] * ((shape[0] - tensor.shape[0]) // PANEL)
+def deal_rows(h: Header, tensors: dict[str, Tensor]) -> dict[str, list[Tensor]]:
+    """Name as in lay_out() -> tensors whose rows follow each other, of the source's tensors."""
+    sizes, found, n_parts = find_sizes(h), {}, 0
+    for name, tensor in tensors.items():
+        layer, rest = re.fullmatch(r"(layers\.\d+\.)?(.*)", name, re.DOTALL).groups("")
+        hands = [(sizes[size], target) for dealt, size, target in DEALT if dealt == rest]
+        if not (step := sum(rows for rows, _ in hands)):
+            found[name] = [tensor]
+            continue
+        n_rows, *width = tensor.shape or [0]
+        n_parts += len(hands) * (n_rows // step)
+        if n_rows % step or not n_rows or n_parts > 4 * MOST_TENSORS:
+            refuse(tensor.path, f"shape of {tensor.name}", f"rows in multiples of {step}",
+                   [*tensor.shape])
+        starts = itertools.accumulate([rows for rows, _ in hands] * (n_rows // step), initial=0)
+        for (rows, target), start in zip(hands * (n_rows // step), starts):
+            part = tensor.part(start * math.prod(width), rows, *width)
+            found.setdefault(layer + target, []).append(part)
+    return found
+
+
+def pad_with_zeros(tensors: list[Tensor], shape: tuple[int, ...], panel: Tensor) -> list[Tensor]:
+    """The tensors with OUT.bin's shape. Zeros follow each row when it is read. Of rows of zeros at
+    the end, put_in_panels() makes those of the last panel with others; the panel makes more."""
+    if more := shape[-1] - tensors[0].shape[-1]:
+        tensors = [tensor._replace(change=lambda x: np.pad(
+            x.reshape(-1, shape[-1] - more), ((0, 0), (0, more))).ravel()) for tensor in tensors]
+    return tensors + [panel] * ((shape[0] - join_shapes(tensors)[0]) // PANEL)
+
+
+def join_shapes(tensors: list[Tensor]) -> list[int]:
+    """The shape of the tensor that tensors with rows of one shape make."""
+    n_rows, *row = tensors[0].shape or [0]
+    return [n_rows + sum(tensor.shape[0] for tensor in tensors[1:]), *row]
 
 
 def match_tensors(source: Source, h: Header, computed: dict) -> tuple[Header, list[Output]]:
     """Opens the tensors. Returns the header and the outputs with their tensors: none may be
     missing or of another shape, nor left over in a GGUF file. A classifier of its own counts, as
     in transformers 5, whatever the config says. Of two tied tensors either one is enough."""
-    where, found = source.path, source.open_tensors() | computed
-    if h.shared_classifier and not source.embedding and "lm_head.weight" in found:
-        found.setdefault("embed_tokens.weight", found["lm_head.weight"])
-        found = drop_copy(found)
-        h = h._replace(shared_classifier="lm_head.weight" not in found)
+    where, opened = source.path, source.open_tensors() | computed
+    if h.shared_classifier and not source.embedding and "lm_head.weight" in opened:
+        opened.setdefault("embed_tokens.weight", opened["lm_head.weight"])
+        opened = drop_copy(opened)
+        h = h._replace(shared_classifier="lm_head.weight" not in opened)
         Notices.hints += [] if h.shared_classifier else [
             "lm_head.weight is written, too: it is not the embedding as tie_word_embeddings says"]
     wanted = {name: output.shape for output in lay_out(h) for name in output.names}
+    found = deal_rows(h, opened)
     h = h._replace(hidden_dim=h.hidden_dim + -h.hidden_dim % h.group_size)  # pad_with_zeros()
-    extra = [tensor.name for name, tensor in found.items()
+    extra = [tensors[0].name for name, tensors in found.items()
              if name not in wanted and not (source.embedding and name == "lm_head.weight")
              and not name.endswith(".inv_freq")]  # rope's frequencies, from older programs
     missing = [name for name in wanted if name not in found]
@@ -1971,9 +2134,9 @@ def match_tensors(source: Source, h: Header, computed: dict) -> tuple[Header, li
                f"missing: {list_names(missing)}; left over: {list_names(extra)}")
     Notices.hints += [f"left out, as transformers does: {list_names(extra)}"] if extra else []
     for name, shape in wanted.items():
-        if found[name].shape != shape:
-            refuse(where, f"shape of {found[name].name}", list(shape), list(found[name].shape))
-    for dtype, tensor in {found[name].dtype: found[name] for name in wanted}.items():
+        if (joined := join_shapes(found[name])) != list(shape):
+            refuse(where, f"shape of {found[name][0].name}", list(shape), joined)
+    for dtype, tensor in {found[name][0].dtype: found[name][0] for name in wanted}.items():
         if dtype not in FLOAT_TYPES and not (where.is_file() and can_read(dtype)):  # a GGUF file
             refuse(where, f"dtype of {tensor.name}", "BF16, F16, F32 or, in a GGUF file, one that "
                    "the gguf package dequantizes", dtype)

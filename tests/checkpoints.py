@@ -32,11 +32,11 @@ Größe, naïve, crème brûlée, año, smörgåsbord, łódź, ğüneş, tiến
 """
 
 
-def train_tokenizer(merges=220, text=SENTENCES):
+def train_tokenizer(merges=220, text=SENTENCES, split=reference.SPLIT):
     tok = tokenizers.Tokenizer(models.BPE())
     tok.normalizer = normalizers.NFC()
     tok.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(tokenizers.Regex(reference.SPLIT), behavior="isolated"),
+        pre_tokenizers.Split(tokenizers.Regex(split), behavior="isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     tok.decoder = decoders.ByteLevel()
     tok.post_processor = processors.ByteLevel(trim_offsets=False)

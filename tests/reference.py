@@ -1,4 +1,4 @@
-"""Qwen3 and Qwen2 in numpy, written from the specification and not from qwen3.c.
+"""Qwen3, Qwen2 and Qwen3.5 (layers with a delta rule) in numpy, written from the specification and not from qwen3.c.
 
     python tests/reference.py [MODEL.bin] TEXT
 
@@ -36,6 +36,14 @@ def softmax(x):
     return e / e.sum(axis=-1, keepdims=True)
 
 
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def silu(x):
+    return x * sigmoid(x)
+
+
 def swiglu(w1, w2, w3, h):
     gate = w1(h)
     return w2(gate / (1 + np.exp(-gate)) * w3(h))
@@ -55,12 +63,13 @@ class Transformer:
                                 + F32(self.c["eps"])))
 
     def rope(self, x, start):
-        """x (n, heads, head_dim): pairs (j, j + head_dim / 2)."""
+        """x (n, heads, head_dim): pairs (j, j + rotary_dim / 2) of the first rotary_dim numbers."""
         angle = np.arange(start, start + len(x))[:, None] * self.freq
         cos = (np.cos(angle) * self.factor).astype(F32)[:, None]
         sin = (np.sin(angle) * self.factor).astype(F32)[:, None]
-        a, b = np.split(x, 2, axis=-1)
-        return np.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+        half = len(self.freq)
+        a, b, rest = np.split(x, [half, 2 * half], axis=-1)
+        return np.concatenate([a * cos - b * sin, a * sin + b * cos, rest], axis=-1)
 
     def attention(self, q, k, v, start):
         """q (n, heads, head_dim) against k, v (start + n, kv heads, head_dim), causal: the answers
@@ -75,7 +84,9 @@ class Transformer:
 
     def experts(self, i, h):
         """Each token's most likely experts of layer i (of equal p the first), added in order."""
-        p = softmax(h @ self.w["router"][i].T)                                  # (n, experts)
+        score = h @ self.w["router"][i].T                       # (n, experts), the shared one last
+        score, shared = np.split(score, [self.c["n_experts"]], axis=1)
+        p = softmax(score)
         chosen = np.argsort(-p, axis=1, kind="stable")[:, :self.c["n_experts_used"]]
         weight = np.zeros_like(p)
         np.put_along_axis(weight, chosen, np.take_along_axis(p, chosen, axis=1), axis=1)
@@ -83,16 +94,56 @@ class Transformer:
             weight /= weight.sum(axis=1, keepdims=True)
         y = np.zeros_like(h)
         for e, matrices in enumerate(zip(*(self.w[name][i] for name in ("gate", "down", "up")))):
-            if (tokens := (chosen == e).any(axis=1)).any():
+            if e == self.c["n_experts"]:
+                y += sigmoid(shared) * swiglu(*matrices, h)
+            elif (tokens := (chosen == e).any(axis=1)).any():
                 y[tokens] += weight[tokens, e, None] * swiglu(*matrices, h[tokens])
         return y
+
+    def delta(self, i, h, cache, start):
+        """The answers of the heads of layer i, which has a delta rule. Its cache has every u and S."""
+        c, w = self.c, self.w
+        k_heads, v_heads = c["k_heads"], c["v_heads"]
+        u = np.concatenate([w[name][i](h) for name in "qkv"], axis=1)           # (n, channels)
+        past, S = cache[i] if start else (np.zeros((0, u.shape[1]), F32), np.zeros((v_heads, 128, 128), F32))
+        cache[i:i + 1] = [(past := np.concatenate([past, u]), S)]
+        past = np.concatenate([np.zeros((3, u.shape[1]), F32), past])
+        mixed = silu(sum(w["conv"][i][j] * past[start + j:start + j + len(h)] for j in range(4)))
+        q, k, v = np.split(mixed.reshape(len(h), -1, 128), [k_heads, 2 * k_heads], axis=1)
+        q, k = (np.repeat(y / np.sqrt((y * y).sum(axis=2, keepdims=True) + F32(1e-6)),
+                          v_heads // k_heads, axis=1) for y in (q, k))
+        q = q / F32(math.sqrt(128))
+        beta = sigmoid(h @ w["wb"][i].T)                                        # (n, v heads)
+        softplus = np.logaddexp(0, h @ w["wa"][i].T + w["dt_bias"][i]).astype(F32)
+        decay = np.exp(-w["decay"][i] * softplus)
+        out = np.empty_like(v)
+        for t in range(len(h)):
+            S = S * decay[t, :, None, None]
+            d = beta[t, :, None] * (v[t] - np.einsum("hkv,hk->hv", S, k[t]))
+            S = S + k[t, :, :, None] * d[:, None, :]
+            out[t] = np.einsum("hkv,hk->hv", S, q[t])
+        cache[i] = cache[i][0], S
+        return self.rmsnorm(out, w["delta_norm"][i]).reshape(len(h), -1)
 
     def layer(self, i, x, cache, start):
         """x after layer i, and the shares of its attention. Its keys and values go to the cache."""
         c, w = self.c, self.w
         h = self.rmsnorm(x, w["att_norm"][i])
+        if c["attention_every"] and (i + 1) % c["attention_every"]:
+            a = self.delta(i, h, cache, start) * silu(w["z"][i](h))
+            shares = np.zeros((0, len(x), 0))
+        else:
+            a, shares = self.heads(i, h, cache, start)
+        x = x + w["o"][i](a)
+        h = self.rmsnorm(x, w["ffn_norm"][i])
+        w1, w2, w3 = (w[name][i] for name in ("gate", "down", "up"))
+        return x + (self.experts(i, h) if c["n_experts"] else swiglu(w1, w2, w3, h)), shares
+
+    def heads(self, i, h, cache, start):
+        """The answers of the heads of layer i, which has attention, and their shares."""
+        c, w = self.c, self.w
         q, k, v = (w[name][i](h) + (w[name + "_bias"][i] if c["bias"] else 0) for name in "qkv")
-        q, k, v = (y.reshape(len(x), -1, c["head_dim"]) for y in (q, k, v))
+        q, k, v = (y.reshape(len(h), -1, c["head_dim"]) for y in (q, k, v))
         if c["qk_norm"]:
             q, k = self.rmsnorm(q, w["q_norm"][i]), self.rmsnorm(k, w["k_norm"][i])
         q, k = self.rope(q, start), self.rope(k, start)
@@ -100,10 +151,7 @@ class Transformer:
             k, v = np.concatenate([cache[i][0], k]), np.concatenate([cache[i][1], v])
         cache[i:i + 1] = [(k, v)]
         a, shares = self.attention(q, k, v, start)
-        x = x + w["o"][i](a)
-        h = self.rmsnorm(x, w["ffn_norm"][i])
-        w1, w2, w3 = (w[name][i] for name in ("gate", "down", "up"))
-        return x + (self.experts(i, h) if c["n_experts"] else swiglu(w1, w2, w3, h)), shares
+        return a * sigmoid(w["z"][i](h)) if c["gated_attention"] else a, shares
 
     def forward(self, ids, cache=None):
         """Yields x before the first layer, and after each with its shares. The ids follow what the
@@ -161,9 +209,9 @@ class Matrix:
 
 
 def rope_frequencies(c):
-    """Angles per position (head_dim / 2), and the factor on cos and sin. Of YaRN in fp32, in the
+    """Angles per position (rotary_dim / 2), and the factor on cos and sin. Of YaRN in fp32, in the
     order of transformers' operations."""
-    head_dim, theta, yarn = c["head_dim"], c["theta"], c["yarn"]
+    head_dim, theta, yarn = c.get("rotary_dim") or c["head_dim"], c["theta"], c["yarn"]
     if not yarn:
         return float(theta) ** (-2.0 * np.arange(head_dim // 2) / head_dim), 1.0
     if "frequencies" in yarn:                               # as a file has them
@@ -188,10 +236,12 @@ def rope_frequencies(c):
 # -- files, and what the tests ask for
 
 MAGIC = 0x616A6331
-FORMAT = "<I11iffIf20xIIiiIIB3x16sI124x"    # model.bin's header
+FORMAT = "<I11iffIf20xIIiiIIB3x16sI6I100x"    # model.bin's header
 HEADER = ("version", "dim", "hidden_dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size",
           "max_seq_len", "head_dim", "shared_classifier", "group_size")
 EXPERTS = "n_experts", "n_experts_used", "no_topk_norm"
+DELTA = "attention_every", "k_heads", "v_heads", "rotary_dim", "gated_attention", "shared_expert"
+ORDER = "q k v o gate down up z".split()    # of the bits of eight_bits
 NAMES = {"dim": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads",
          "n_kv_heads": "num_key_value_heads", "vocab_size": "vocab_size", "eps": "rms_norm_eps",
          "max_seq_len": "max_position_embeddings"}           # of the header and of config.json
@@ -239,15 +289,14 @@ class Model(Transformer):
         data = Path(path).read_bytes()
         magic, *fields = struct.unpack_from(FORMAT, data)
         assert struct.pack(FORMAT, magic, *fields) == data[:256]        # all other bytes are 0
-        *fields, eight, levels, panels = fields     # matrices with 8 bits; 1: words of 16 rows alternate
+        fields, (eight, levels, panels), delta = fields[:-9], fields[-9:-6], fields[-6:]
         c = dict(zip((*HEADER, "theta", "eps", "scaling", "factor", "bias", "no_qk_norm", *EXPERTS,
-                      "bits"), fields))
+                      "bits"), fields)) | dict(zip(DELTA, delta))
         assert magic == MAGIC and c["version"] == 1
         assert c["scaling"] in (0, 2) and bool(c["scaling"]) == bool(c["factor"])
         bits, experts, levels = c["bits"], c["n_experts"], np.frombuffer(levels, "<i1")
-        assert bits in (0, 4) and panels < 2 and eight < (128 if bits else 1)
-        bits_of = {name: 0 if eight >> i & 1 else bits
-                   for i, name in enumerate("q k v o gate down up".split())}
+        assert bits in (0, 4) and panels < 2 and eight < (256 if bits else 1)
+        bits_of = {name: 0 if eight >> i & 1 else bits for i, name in enumerate(ORDER)}
         assert (np.diff(levels.astype(int)) > 0).all() if bits else not levels.any()
         assert 1 <= c["n_experts_used"] <= experts if experts else not any(data[0x5C:0x68])
         c |= dict(theta=c["theta"] or 1e6, eps=c["eps"] or 1e-6, qk_norm=1 - c["no_qk_norm"],
@@ -274,6 +323,13 @@ class Model(Transformer):
             pairs = words.view("u1").reshape(rows, columns // group, group // 2)
             return levels[np.concatenate([pairs & 15, pairs >> 4], axis=2)].reshape(rows, columns), scale
 
+        def is_delta(i):
+            return c["attention_every"] and (i + 1) % c["attention_every"] != 0
+
+        def of_layers(kind, *shape):
+            """A layer's array, or None in a layer of the other kind."""
+            return [take("<f4", *shape) if is_delta(i) == kind else None for i in range(layers)]
+
         def matrix(rows, columns, bits=0, experts=0):
             if not experts:
                 return Matrix(*values(rows, columns, bits), group, precision)
@@ -284,14 +340,24 @@ class Model(Transformer):
         w = {"att_norm": take("<f4", layers, dim), "ffn_norm": take("<f4", layers, dim),
              "norm": take("<f4", dim)}
         if c["qk_norm"]:
-            w |= {"q_norm": take("<f4", layers, hd), "k_norm": take("<f4", layers, hd)}
+            w |= {name: of_layers(False, hd) for name in ("q_norm", "k_norm")}
         if experts:
+            experts += c["shared_expert"]
             w["router"] = take("<f4", layers, experts, dim)
         if c["scaling"]:
-            c["yarn"] = dict(frequencies=take("<f4", hd // 2), attention_factor=c["factor"])
+            c["yarn"] = dict(frequencies=take("<f4", (c["rotary_dim"] or hd) // 2), attention_factor=c["factor"])
+        delta_k, delta_v, of_v_heads = c["k_heads"] * 128, c["v_heads"] * 128, (c["v_heads"],)
+        if c["attention_every"]:
+            for name, shape in (("conv", (4, 2 * delta_k + delta_v)), ("decay", of_v_heads), ("dt_bias", of_v_heads),
+                                ("delta_norm", (128,)), ("wa", (*of_v_heads, dim)), ("wb", (*of_v_heads, dim))):
+                w[name] = of_layers(True, *shape)
         w["embed"] = matrix(c["vocab_size"], dim)
-        for name, *shape in (("q", heads, dim), ("k", kv, dim), ("v", kv, dim), ("o", dim, heads)):
-            w[name] = [matrix(*shape, bits_of[name]) for _ in range(layers)]
+        for name, shape, delta in (
+                ("q", (heads, dim), (delta_k, dim)), ("k", (kv, dim), (delta_k, dim)),
+                ("v", (kv, dim), (delta_v, dim)), ("z", (heads, dim), (delta_v, dim)),
+                ("o", (dim, heads), (dim, delta_v))):
+            w[name] = [matrix(*(delta if is_delta(i) else shape), bits_of[name])
+                       if name != "z" or c["gated_attention"] or is_delta(i) else None for i in range(layers)]
         for name, *shape in (("gate", hidden, dim), ("down", dim, hidden), ("up", hidden, dim)):
             w[name] = [matrix(*shape, bits_of[name], experts) for _ in range(layers)]
         w["head"] = w["embed"] if c["shared_classifier"] else matrix(c["vocab_size"], dim)
@@ -313,18 +379,29 @@ class Model(Transformer):
     @classmethod
     def from_tensors(cls, hf, tensors, precision="q8", group=None):
         """hf is config.json's object; tensors are by name, with or without "model."."""
+        if "text_config" in hf:
+            hf = hf["text_config"] | {key: hf[key] for key in ("architectures", "tie_word_embeddings")}
+        tensors = {re.sub(r"^model\.(language_model\.)?", "", name): x for name, x in tensors.items()}
         qwen2 = hf["architectures"] == ["Qwen2ForCausalLM"]
-        moe = hf["architectures"] == ["Qwen3MoeForCausalLM"]
+        delta = "linear_num_key_heads" in hf
+        moe = "Moe" in hf["architectures"][0] or "Next" in hf["architectures"][0]
         experts = hf.get("num_experts", hf.get("num_local_experts")) if moe else 0
         head_dim = hf["hidden_size"] // hf["num_attention_heads"] if qwen2 else hf["head_dim"]
         c = {ours: hf[theirs] for ours, theirs in NAMES.items()} | dict(
             hidden_dim=hf["moe_intermediate_size" if moe else "intermediate_size"],
             n_experts=experts, n_experts_used=hf["num_experts_per_tok"] if moe else 0,
-            no_topk_norm=int(moe and not hf.get("norm_topk_prob")), head_dim=head_dim,
+            no_topk_norm=int(moe and not delta and not hf.get("norm_topk_prob")), head_dim=head_dim,
             shared_classifier=int(hf["tie_word_embeddings"]),
             bias=int(qwen2), qk_norm=int(not qwen2))
         rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
         c["theta"] = rope.get("rope_theta") or hf.get("rope_theta")
+        turned = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1))
+        c |= dict.fromkeys(DELTA, 0) | ({
+            "attention_every": hf["layer_types"].index("full_attention") + 1 if "layer_types" in hf
+            else hf["full_attention_interval"],
+            "k_heads": hf["linear_num_key_heads"], "v_heads": hf["linear_num_value_heads"],
+            "rotary_dim": int(turned * head_dim) if turned < 1 else 0, "gated_attention": 1,
+            "shared_expert": int(moe)} if delta else {})
         c["yarn"] = None
         if rope.get("rope_type", rope.get("type")) == "yarn":
             c["yarn"] = dict(factor=rope["factor"],
@@ -335,15 +412,15 @@ class Model(Transformer):
         widths = (c["dim"], c["hidden_dim"], c["n_heads"] * c["head_dim"])
         group = c["group_size"] = group or (64 if all(n % 64 == 0 for n in widths) else 32)
 
-        def take(name):
-            found = tensors.get("model." + name)
-            found = found if found is not None else tensors[name]
-            if found.ndim < 2 or name.endswith("mlp.gate.weight"):
-                return found
-            if precision == "fp32":
-                return Matrix(found)
-            return Matrix(*quantize(found, group), group, precision)
+        def matrix(x):
+            return Matrix(x) if precision == "fp32" else Matrix(*quantize(x, group), group, precision)
 
+        def take(name):
+            found = tensors[name]
+            return found if found.ndim < 2 or name.endswith("mlp.gate.weight") else matrix(found)
+
+        if delta:
+            return cls(c, delta_weights(c, tensors, matrix))
         w = {"norm": take("norm.weight"), "embed": take("embed_tokens.weight")}
         of_layer = {"att_norm": "input_layernorm.weight",
                     "ffn_norm": "post_attention_layernorm.weight"}
@@ -383,21 +460,72 @@ class Model(Transformer):
         parts = [struct.pack(
             FORMAT, MAGIC, 1, *(c[name] for name in HEADER[1:]), unless(1e6, c["theta"]),
             unless(1e-6, c["eps"]), 2 * scaled, scaled * self.factor, c["bias"], 1 - c["qk_norm"],
-            *(c[name] for name in EXPERTS), 0, 0, b"", panels)]
-        for name in ("att_norm", "ffn_norm", "norm", "q_norm", "k_norm", "router"):
-            parts.append(np.asarray(w.get(name, ()), "<f4").tobytes())
+            *(c[name] for name in EXPERTS), 0, 0, b"", panels, *(c[name] for name in DELTA))]
+
+        def floats(name):                                   # of the layers that have them
+            return b"".join(np.asarray(x, "<f4").tobytes() for x in w.get(name, ()) if x is not None)
+
+        parts += map(floats, ("att_norm", "ffn_norm", "norm", "q_norm", "k_norm", "router"))
         parts.append(self.freq.astype("<f4").tobytes() if scaled else b"")
+        parts += map(floats, ("conv", "decay", "dt_bias", "delta_norm", "wa", "wb"))
         matrices = [w["embed"]]
-        for name in ("q", "k", "v", "o", "gate", "down", "up"):
-            matrices += w[name]
+        for name in ("q", "k", "v", "z", "o", "gate", "down", "up"):
+            matrices += [x for x in w.get(name, ()) if x is not None]
         for m in matrices + ([] if c["shared_classifier"] else [w["head"]]):
             experts = m if isinstance(m, list) else [m]
             parts.append(ordered([np.ascontiguousarray(m.grouped.astype(np.int8).reshape(
                 len(m.row_scale), -1)).view("<u4") for m in experts]))
             parts.append(ordered([m.row_scale.astype("<f4") for m in experts]))
-        for name in ("q_bias", "k_bias", "v_bias"):
-            parts.append(np.asarray(w.get(name, ()), "<f4").tobytes())
+        parts += map(floats, ("q_bias", "k_bias", "v_bias"))
         return b"".join(parts)
+
+
+def delta_weights(c, tensors, matrix):
+    """The weights of Qwen3.5 and Qwen3-Next, from the names without "model.language_model."."""
+    k_heads, v_heads, hd, dim = c["k_heads"], c["v_heads"], c["head_dim"], c["dim"]
+    per_k = v_heads // k_heads
+    w = {name: [None] * c["n_layers"] for name in [
+        *ORDER, "att_norm", "ffn_norm", "q_norm", "k_norm", "conv", "decay", "dt_bias", "delta_norm", "wa", "wb", "router"]}
+    w |= {"norm": F32(1) + tensors["norm.weight"], "embed": matrix(tensors["embed_tokens.weight"])}
+    w["head"] = w["embed"] if c["shared_classifier"] else matrix(tensors["lm_head.weight"])
+    for i in range(c["n_layers"]):
+        t = {name.removeprefix(f"layers.{i}."): x for name, x in tensors.items() if name.startswith(f"layers.{i}.")}
+        if (i + 1) % c["attention_every"]:
+            if "linear_attn.in_proj_qkv.weight" in t:
+                qkv = np.split(t["linear_attn.in_proj_qkv.weight"], [128 * k_heads, 256 * k_heads])
+                z, b, a = (t[f"linear_attn.in_proj_{name}.weight"] for name in "zba")
+            else:                                       # Qwen3-Next: all of a k head follow each other
+                x = t["linear_attn.in_proj_qkvz.weight"].reshape(k_heads, -1, dim)
+                *qkv, z = (y.reshape(-1, dim) for y in np.split(x, [128, 256, 256 + 128 * per_k], axis=1))
+                x = t["linear_attn.in_proj_ba.weight"].reshape(k_heads, 2, per_k, dim)
+                b, a = x[:, 0].reshape(-1, dim), x[:, 1].reshape(-1, dim)
+            w["wa"][i], w["wb"][i], w["o"][i] = a, b, matrix(t["linear_attn.out_proj.weight"])
+            w["conv"][i] = t["linear_attn.conv1d.weight"][:, 0].T
+            w["decay"][i] = np.exp(t["linear_attn.A_log"].astype(float)).astype(F32)
+            w["dt_bias"][i], w["delta_norm"][i] = t["linear_attn.dt_bias"], t["linear_attn.norm.weight"]
+        else:
+            q, z = np.split(t["self_attn.q_proj.weight"].reshape(-1, 2, hd, dim), 2, axis=1)
+            q, z = q.reshape(-1, dim), z.reshape(-1, dim)
+            qkv = q, t["self_attn.k_proj.weight"], t["self_attn.v_proj.weight"]
+            w["o"][i] = matrix(t["self_attn.o_proj.weight"])
+            w["q_norm"][i], w["k_norm"][i] = (F32(1) + t[f"self_attn.{name}_norm.weight"] for name in "qk")
+        for name, x in zip("qkvz", (*qkv, z)):
+            w[name][i] = matrix(x)
+        w["att_norm"][i] = F32(1) + t["input_layernorm.weight"]
+        w["ffn_norm"][i] = F32(1) + t["post_attention_layernorm.weight"]
+        for name in "gate", "down", "up":
+            if not c["n_experts"]:
+                w[name][i] = matrix(t[f"mlp.{name}_proj.weight"])
+                continue
+            if "mlp.experts.gate_up_proj" in t:
+                gate, up = np.split(t["mlp.experts.gate_up_proj"], 2, axis=1)
+                each = {"gate": gate, "up": up, "down": t["mlp.experts.down_proj"]}[name]
+            else:
+                each = [t[f"mlp.experts.{e}.{name}_proj.weight"] for e in range(c["n_experts"])]
+            w[name][i] = [matrix(x) for x in (*each, t[f"mlp.shared_expert.{name}_proj.weight"])]
+        if c["n_experts"]:
+            w["router"][i] = np.concatenate([t["mlp.gate.weight"], t["mlp.shared_expert_gate.weight"]])
+    return w
 
 
 def read_safetensors(path):
@@ -442,6 +570,8 @@ def read_tokenizer(file, vocab_size):
 
 SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
          r"|\s*[\r\n]+|\s+(?!\S)|\s+")
+SPLIT35 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+           r"|\s*[\r\n]+|\s+(?!\S)|\s+")      # Qwen3.5's
 
 
 def encode(text, tokens, scores, sections):
@@ -453,7 +583,9 @@ def encode(text, tokens, scores, sections):
     added = {tokens[i].decode(): i for i in added[::2]}
     known = {token: (-score, i) for i, (token, score) in enumerate(zip(tokens, scores))
              if i not in added.values() and (score > -1e6 or len(token) == 1)}
-    words = pre_tokenizers.Split(Regex(SPLIT), "isolated").pre_tokenize_str
+    runs = np.frombuffer(sections.get("clas", b""), "<u4").reshape(-1, 3)   # first, last, class; 1: letters
+    marks = any(first <= 0x301 <= last and kind == 1 for first, last, kind in runs)
+    words = pre_tokenizers.Split(Regex(SPLIT35 if marks else SPLIT), "isolated").pre_tokenize_str
     longest_first = sorted(map(re.escape, added), key=len, reverse=True)
     for part in re.split(f"({'|'.join(longest_first)})", text):
         if part in added:

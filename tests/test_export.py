@@ -17,9 +17,9 @@ from conftest import ROOT, export_process, export_py as export, measures, refuse
 
 def test_names_with_control_characters_stay_one_line(checkpoint, run, tmp_path):
     ck = checkpoint()
-    ck.tensors["evil\n\x1b[31m"] = np.zeros(3, np.float32)
+    ck.tensors["layers.0.mlp.experts.evil\n\x1b[31m"] = np.zeros(3, np.float32)
     refused(run(ck.save(tmp_path / "in"), "out.bin"), r"evil\\n\\x1b\[31m")
-    ck.tensors["z" * 9999] = ck.tensors.pop("evil\n\x1b[31m")
+    ck.tensors["layers.0.mlp.experts." + "z" * 9999] = ck.tensors.pop("layers.0.mlp.experts.evil\n\x1b[31m")
     status, err = run(ck.save(tmp_path / "in"), "out.bin")
     assert status == 1 and len(err[0]) < 1100
     refused(run("x" * 5000), r"xx \.\.\. xx.*: can't be read.*found File name too long$")

@@ -88,6 +88,7 @@ CHATS = {
     "a reranker's": ("""{% set query = messages|selectattr("role", "eq", "query")|map(attribute="content")|first %}
 {% set document = messages|selectattr("role", "eq", "document")|map(attribute="content")|first %}
 <|im_start|>user\n<Query>: {{ query }}\n<Document>: {{ document }}<|im_end|>\n<|im_start|>assistant\n""", "-o 'yes|no'"),
+    "trims": (CHATML.replace("m.content", "m.content | trim"), ORDINARY),
     "counts": (CHATML.replace("add_generation_prompt", "add_generation_prompt and messages|length < 5"), "differs for"),
     "dates": ("{{ strftime_now('%Y') }}" + CHATML, "the date"),
     "syntax": ("{% for %}", "TemplateSyntaxError"),
@@ -103,17 +104,16 @@ def test_chat_pieces(which):
     template, expected = CHATS[which]
     export.Notices.hints.clear()
     roles = export.read_roles({"bos_token": {"content": "<|begin|>"}})
-    pieces, tag = export.find_verified_pieces(template, roles)
+    pieces, tags = export.find_verified_pieces(template, roles)
     if isinstance(expected, list):
         assert list(pieces) == [*expected, expected[6]] and not export.Notices.hints
-        assert tag == ("" if "second" in which else "syst")
+        assert tags == ["strp"] * (which == "trims") + ["syst"] * ("second" not in which)
     else:
         assert pieces is None and len(export.Notices.hints) == 1 and expected in export.Notices.hints[0]
-        assert tag == ("" if "reranker" in which else "gues")
+        assert tags == ([] if "reranker" in which else ["gues"])
 
 
 ODD = {  # template -> (the end of what is said, strings that are not ChatML's)
-    "trims": (CHATML.replace("m.content", "m.content | trim"), "texts with blanks at an end"),
     "trims a user's": (CHATML.replace("m.content", "(m.content.strip() if m.role == 'user' else m.content)"),
                        "texts with blanks at an end"),
     "switches": (CHATML.replace("m.content %}", "m.content | replace('/no_think', '') %}"), "texts with /think or /no_think"),
@@ -137,10 +137,10 @@ ODD = {  # template -> (the end of what is said, strings that are not ChatML's)
 def test_pieces_that_are_right_on_ordinary_talk_are_kept(which):
     template, kinds = ODD[which]
     export.Notices.hints.clear()
-    pieces, tag = export.find_verified_pieces(template, {})
+    pieces, tags = export.find_verified_pieces(template, {})
     without = change(ORDINARY, system_open="", system_close="")
     assert list(pieces[:12]) == (without if which in ("refuses", "ignores") else ORDINARY) or which == "puts in", pieces
-    assert tag == ("nosy" if "system" in kinds else "syst")
+    assert tags == ["strp"] * ("trims" in which) + ["nosy" if "system" in kinds else "syst"]
     assert [hint.partition(" differs for ")[2] for hint in export.Notices.hints] == [kinds]
 
 

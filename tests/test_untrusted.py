@@ -49,7 +49,7 @@ def test_template_that_wants_all_memory(template):
 
 def test_template_that_writes_too_much():
     export.Notices.hints.clear()
-    assert export.find_verified_pieces("{{ 'x' * 10**6 }}" + CHATML, {}) == (None, "gues")
+    assert export.find_verified_pieces("{{ 'x' * 10**6 }}" + CHATML, {}) == (None, ["gues"])
     assert "5,000,000 characters" in export.Notices.hints[0]
 
 
@@ -206,12 +206,15 @@ def test_yarn_option_that_makes_the_context_too_long(checkpoint, run, tmp_path):
 
 
 FIXED = {"shared_classifier", "group_size", "rope_scaling", "rope_factor", "qkv_bias", "no_qk_norm",
-         "no_topk_norm", "layer_bits", "eight_bits", "panels", "mode"}  # export.py writes no others
+         "no_topk_norm", "layer_bits", "eight_bits", "panels", "mode", "rotary_dim", "gated_attention",
+         "shared_expert", "presence"}  # export.py writes no others
 KEYS = {  # qwen3.c's name of a number -> the keys of the JSON files
     "dim": ["hidden_size"], "hidden_dim": ["intermediate_size", "moe_intermediate_size"],
     "n_layers": ["num_hidden_layers"], "n_heads": ["num_attention_heads"],
     "n_kv_heads": ["num_key_value_heads"], "max_seq_len": ["max_position_embeddings"],
     "n_experts": ["num_experts"], "n_experts_used": ["num_experts_per_tok"],
+    "attention_every": ["full_attention_interval"], "delta_k_heads": ["linear_num_key_heads"],
+    "delta_v_heads": ["linear_num_value_heads"],
     "repetition": ["repetition_penalty"]}
 
 

@@ -1,4 +1,5 @@
 """The tokenizer file: the vocabulary, the ids that end a text, sampling, what a model is for."""
+import json
 import math
 import struct
 
@@ -6,8 +7,9 @@ import numpy as np
 import pytest
 import reference
 import tokenizers
-from checkpoints import ADDED, LAST, sentence_transformers
-from conftest import export_py as export, read_tokenizer, refused, rows, sections_of, split_tokenizer
+from checkpoints import ADDED, LAST, SENTENCES, make_checkpoint, sentence_transformers
+from conftest import (export as exported, export_py as export, read_tokenizer, refused, rows, sections_of, split_tokenizer,
+                      tokenize)
 from test_templates import CHATML
 
 
@@ -53,7 +55,6 @@ BAD_TOKENIZER = {
     "byte missing": (lambda t: t["model"]["vocab"].pop("Ń"), "256 single bytes|merges"),
     "foreign letter": (lambda t: t["model"]["vocab"].update({"a b": 1}), "GPT-2's letters for bytes, found ' '"),
     "unknown merge": (change_merge, "merge 5.*zzz"),
-    "merge dropped": (lambda t: t["model"]["merges"].pop(), "merges that make it"),
     "merge split": (lambda t: t["model"]["merges"].__setitem__(0, ["a"]), "broken"),
     "no model": (lambda t: t.pop("model"), "KeyError"),
     "vocabulary is a list": (lambda t: t["model"].update(vocab=["a"]), "broken"),
@@ -68,6 +69,17 @@ def test_tokenizer_refused(checkpoint, refuses, which):
     spoil, pattern = BAD_TOKENIZER[which]
     spoil(ck.tokenizer)
     refuses(ck, "tokenizer.json", pattern)
+
+
+def test_a_token_without_a_merge_comes_out_of_no_text(tmp_path, tokenizer):
+    """Qwen3.5 has 201 such tokens."""
+    data = json.loads(tokenizer.to_str())
+    dropped = [data["model"]["merges"].pop() for _ in range(3)]
+    theirs = tokenizers.Tokenizer.from_str(json.dumps(data))
+    model = exported(make_checkpoint(tmp_path / "hf", theirs), tmp_path / "model.bin")
+    text = " ".join(SENTENCES + "".join(pair) for pair in dropped)
+    ids = theirs.encode(text).ids
+    assert tokenize(model, text.encode()) == ids != tokenizer.encode(text).ids
 
 
 def test_a_token_that_its_merges_do_not_make_is_refused(checkpoint, run, tmp_path):

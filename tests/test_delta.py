@@ -1,0 +1,109 @@
+"""Exports of Qwen3.5, its mixtures and Qwen3-Next: OUT.bin is reference.py's, from any layout, also of a GGUF file.
+(reference.py computes what transformers does: python tests/deltas.py transformers.)"""
+import re
+
+import deltas
+import numpy as np
+import pytest
+import reference
+from checkpoints import train_tokenizer, with_config
+from conftest import export, refused, split_tokenizer
+
+KINDS = {"dense": {}, "as many v heads": {"linear_num_value_heads": 2}, "three v heads a k head": {
+    "linear_num_key_heads": 1, "linear_num_value_heads": 3, "tie_word_embeddings": False, "num_hidden_layers": 8},
+    "every second": {"full_attention_interval": 2}}
+
+
+@pytest.fixture(scope="module")
+def tokenizer35():
+    return train_tokenizer(split=reference.SPLIT35)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def model(request):
+    return deltas.Delta(request.param if request.param in ("moe", "next") else "dense", **KINDS[request.param])
+
+
+@pytest.mark.parametrize("group", [32, 64])
+@pytest.mark.parametrize("layout", ["saved", "published"])
+def test_eight_bits(tmp_path, model, tokenizer35, layout, group):
+    config, tensors = getattr(model, layout)()
+    folder = deltas.save(tmp_path / "hf", config, tensors, tokenizer35)
+    out = export(folder, tmp_path / "out.bin", "--group-size", group)
+    assert out.read_bytes() == reference.Model.from_tensors(config, tensors, group=group).to_bytes()
+
+
+def test_header(tmp_path, model, tokenizer35):
+    data = export(deltas.save(tmp_path / "hf", *model.published(), tokenizer35), tmp_path / "out.bin").read_bytes()
+    c = model.numbers
+    assert np.frombuffer(data[0x84:0x9C], "<u4").tolist() == [
+        c["full_attention_interval"], c["linear_num_key_heads"], c["linear_num_value_heads"], 16, 1, model.moe]
+    assert not any(data[0x9C:0x100])
+
+
+def test_check(tmp_path, model, tokenizer35, run):
+    deltas.save(tmp_path / "hf", *model.published(), tokenizer35)
+    assert run("hf", "out.bin", "--bits", "4")[0] == 0
+    status, err = run("--check", "hf", "out.bin")
+    assert status == 0 and "out.bin matches hf" in err[0]
+
+
+@pytest.mark.parametrize("changes, pattern", [
+    ({"layer_types": ["full_attention", "linear_attention"] * 2}, "layer_types, expected"),
+    ({"layer_types": ["full_attention"] * 4}, "full_attention_interval, expected an integer from 2 to 4096, found 1"),
+    ({"num_hidden_layers": 6, "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 2},
+     "num_hidden_layers, expected a multiple of 4, found 6"),
+    ({"num_hidden_layers": 6, "layer_types": None}, "num_hidden_layers, expected a multiple of 4, found 6"),
+    ({"layer_types": ["linear_attention"] * 4}, "layer_types, expected full_attention after .*found linear_attention, lin"),
+    ({"linear_num_value_heads": 5}, "linear_num_value_heads, expected a multiple of 2, found 5"),
+    ({"linear_num_key_heads": 129}, "linear_num_key_heads, expected an integer from 1 to 128, found 129"),
+    ({"linear_num_value_heads": 258}, "linear_num_value_heads, expected an integer from 1 to 256, found 258"),
+    ({"linear_key_head_dim": 64}, "linear_key_head_dim is not supported, expected 128, found 64"),
+    ({"linear_value_head_dim": 64}, "linear_value_head_dim is not supported, expected 128, found 64"),
+    ({"linear_conv_kernel_dim": 3}, "linear_conv_kernel_dim is not supported, expected 4"),
+    ({"attn_output_gate": False}, "attn_output_gate is not supported, expected True"),
+    ({"output_gate_type": "sigmoid"}, "output_gate_type is not supported, expected swish or silu, found 'sigmoid'"),
+    ({"attention_bias": True}, "attention_bias is not supported, expected False"),
+    ({"head_dim": 72}, "head_dim, expected a multiple of 16, found 72"),
+    ({"rope_parameters": deltas.ROPE | {"partial_rotary_factor": 0.02}}, "partial_rotary_factor, expected an even part"),
+    ({"rope_parameters": deltas.ROPE | {"partial_rotary_factor": 1.5}}, "partial_rotary_factor, expected an even part"),
+    ({"architectures": ["Qwen4ForCausalLM"]}, "not Qwen3's architecture, .*found Qwen4ForCausalLM"),
+    ({"num_attention_heads": 4}, "shape of model.layers.3.self_attn.q_proj.weight, expected")])
+def test_refused(tmp_path, tokenizer35, run, changes, pattern):
+    with_config(deltas.save(tmp_path / "hf", *deltas.Delta("dense").saved(), tokenizer35), changes)
+    refused(run("hf", "out.bin"), pattern)
+
+
+def test_missing_tensor(tmp_path, tokenizer35, run):
+    config, tensors = deltas.Delta("dense").published()
+    del tensors["model.language_model.layers.0.linear_attn.in_proj_qkv.weight"]
+    deltas.save(tmp_path / "hf", config, tensors, tokenizer35)
+    refused(run("hf", "out.bin"), "missing: layers.0.linear_attn.in_proj_q.weight")
+
+
+def test_yarn(tmp_path, tokenizer35):
+    """Frequencies of the part of a head that rope turns."""
+    folder = deltas.save(tmp_path / "hf", *deltas.Delta("dense").published(), tokenizer35)
+    found = reference.Model.from_bin(export(folder, tmp_path / "out.bin", "--yarn", "4"))
+    assert len(found.freq) == 8
+    yarn = {"factor": 4.0, "original": 1024}
+    expected, factor = reference.rope_frequencies({"head_dim": 64, "rotary_dim": 16, "theta": 1e7, "yarn": yarn})
+    assert np.array_equal(found.freq, expected.astype(np.float32)) and np.float32(factor) == found.factor
+
+
+STRIPS = """{% for m in messages %}{% set text = m.content | trim %}
+{%- if m.role == 'system' and not loop.first %}{{ raise_exception('System message must be at the beginning.') }}{% endif %}
+{%- if m.role == 'assistant' and '</think>' in text %}{% set text = text.split('</think>')[-1].lstrip('\\n') %}{% endif %}
+{{- '<|im_start|>' + m.role + '\\n' + text + '<|im_end|>\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}
+{%- if enable_thinking is defined and enable_thinking is true %}{{ '<think>\\n' }}{% else %}{{ '<think>\\n\\n</think>\\n\\n' }}
+{%- endif %}{% endif %}"""
+
+
+def test_template_that_strips(tmp_path, tokenizer35):
+    """As Qwen3.5's does. An empty section says it; no later system message is known."""
+    config, tensors = deltas.Delta("dense").published()
+    export(deltas.save(tmp_path / "hf", config, tensors, tokenizer35, STRIPS), tmp_path / "out.bin")
+    sections = split_tokenizer((tmp_path / "out.bin.tokenizer").read_bytes())[1]
+    assert sections[b"strp"] == b"" and b"syst" not in sections and b"gues" not in sections
+    assert re.findall(rb"<think>[\n</think>]*", sections[b"chat"]) == [b"<think>\n\n</think>\n\n", b"<think>\n"]
