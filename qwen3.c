@@ -4144,7 +4144,6 @@ static Bytes chop(Bytes text) {
 }
 
 #define UTF_16 "UTF-16, expected UTF-8 (iconv -f UTF-16 -t UTF-8; PowerShell: -Encoding utf8)"
-
 static const struct { const char *begin, *what; } no_texts[] = {
     {"\xFF\xFE", UTF_16}, {"\xFE\xFF", UTF_16}, {"%PDF-", "a PDF, expected text: pdftotext"},
     {"PK\3\4", "a ZIP file (DOCX, XLSX, ODT), expected text: pandoc -t plain, or unzip"},
@@ -4241,15 +4240,13 @@ static int take_command(Bytes *text, Bytes *word) {
     return name;
 }
 
-// A scripted conversation: each line of stdin is a turn.
 static void run_script(Engine *e) {
-    Lines in = {.fd = STDIN_FILENO, .name = "stdin", .most = INT_MAX};
+    static Lines in = {.fd = STDIN_FILENO, .name = "stdin", .most = INT_MAX};
     size_t n = 0;
     for (Bytes line; !interrupted && next_line(&in, &line, true);) {
         check_utf8(e, in.name, ++n, line);
         chat_turn(e, chop(line));
     }
-    free(in.data.p);
 }
 
 // Reads a message from a terminal into e->input. Lines that arrive together are a paste, which
@@ -4344,7 +4341,6 @@ static bool run_message(Engine *e) {
     return true;
 }
 
-// A conversation at a terminal
 static void run_dialogue(Engine *e) {
     const char *thinks = e->switched_on ? "on" : e->thinks ? "always"
                          : e->may_think ? "at will" : "off";
@@ -4451,7 +4447,6 @@ static int choose_context(const Engine *e) {
     return context;
 }
 
-// Loads the model and its tokenizer, and makes what runs them.
 static void load_model(Engine *e) {
     const Options *o = &e->options;
     Config *c = &e->model.config;
@@ -4492,8 +4487,7 @@ static bool read_prompt(Engine *e) {
     Buffer *text = &e->input;
     const bool chat = e->mode == CHAT, piped = o->file && !strcmp(o->file, "-");
     if (!chat && !o->text && !o->file)
-        die_usage("-m %s: no text, expected -i TEXT, -f FILE or a pipe",
-                  modes[e->mode].name);
+        die_usage("-m %s: no text, expected -i TEXT, -f FILE or a pipe", modes[e->mode].name);
     if (o->text) buffer_add(text, bytes(o->text));
     if (!o->file) return o->text;
     if (o->text) buffer_add(text, bytes("\n\n"));
@@ -4522,7 +4516,6 @@ static void encode_text(const Engine *e, Bytes text, Ids *ids) {
     if (e->mode == GENERATE && ids->n == 0) ids_add(ids, tok->end_of_text);
 }
 
-// Runs a mode other than chat on a text.
 static void run_raw(Engine *e, Bytes text) {
     const Ids *ids = &e->prompt;
     Buffer lines = {0};
