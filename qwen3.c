@@ -4709,26 +4709,24 @@ static int json_message(Json *j, Conversation *talk) {
     return role;
 }
 
-// What other programs' rows have in place of a text, and what jq makes of it, if more than that
+// What jq makes of a row that has both, or of other programs' rows: of those with a certain member,
+// or of the last kind. Where this is NULL, the member becomes the text or the messages.
 static const struct { const char *member, *jq; } other_rows[] = {
-    {"role", "[.]"}, {"body", "{custom_id} + .body"}, {"prompt", NULL}, {"question", NULL},
+    {"text", "del(.text)"}, {"role", "[.]"}, {"body", "{custom_id} + .body"}, {"prompt", NULL},
     {"conversations", ".messages = [.conversations[] | {role: (.from // .role | {human: \"user\", "
                       "gpt: \"assistant\"}[.] // .), content: (.value // .content)}]"},
-    {"instruction", ".text = .instruction + \"\\n\\n\" + .input"}, {"input", NULL},
-    {"content", NULL}, {"NAME", NULL}};  // the last one, if there is no other
-enum { N_OTHER_ROWS = sizeof(other_rows) / sizeof(*other_rows) };
-
-// Sets the error of an object that has both text and messages, neither, or a bad one.
-static void wrong_row(Json *j, bool text, bool messages) {
+    {"instruction", ".text = .instruction + \"\\n\\n\" + .input"}, {"question", NULL},
+    {"input", NULL}, {"content", NULL}, {"NAME", NULL}, {NULL, NULL}};
 #define EITHER "one of \"text\": \"...\" and, in chat, \"messages\": [...]"
-    Json value = {0};
-    int i = -1;
-    while (!value.rest.n && ++i < N_OTHER_ROWS - 1) value = json_member(*j, other_rows[i].member);
-    const char *name = other_rows[i].member, *jq = text ? "del(.text)" : other_rows[i].jq;
-    const char *becomes = json_byte(&value) == '[' ? "messages" : "text";
-    json_check(j, false, "text or messages", text != messages ? EITHER
-               : jq ? say(EITHER " (jq -c '%s')", jq)
-               : say(EITHER " (jq -c '.%s = .%s')", becomes, name));
+
+// Returns what is expected of an object that has both text and messages, or neither.
+static const char *expect_text(Json row) {
+    int i = 0;
+    while (other_rows[i + 1].member && !json_member(row, other_rows[i].member).rest.n) i++;
+    const Json value = json_member(row, other_rows[i].member);
+    const char *to = json_byte(&value) == '[' ? "messages" : "text", *name = other_rows[i].member;
+    const char *jq = other_rows[i].jq ? other_rows[i].jq : say(".%s = .%s", to, name);
+    return say(EITHER " (jq -c '%s')", jq);
 }
 
 // Goes to the text or the messages of an object. Its other members go to `out`, each with a comma.
@@ -4754,9 +4752,9 @@ static void json_object(Json *j, int kind, Buffer *out) {
         if (kept) buffer_add(out, bytes(","));
     }
     if (j->error) return;
-    if (text.n ? messages.n || *text.p != '"' : !messages.n || *messages.p != '[')
-        wrong_row(j, text.n, messages.n);
-    else j->rest = text.n ? text : messages;
+    json_check(j, text.n ? !messages.n && *text.p == '"' : messages.n && *messages.p == '[',
+               "text or messages", !text.n == !messages.n ? expect_text(*j) : EITHER);
+    if (!j->error) j->rest = text.n ? text : messages;
 }
 
 // Takes the given answers of an object's member `name`. Returns what is wrong with it, or NULL.
