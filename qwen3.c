@@ -4837,14 +4837,10 @@ static void write_line(List *l) {
     Buffer *buffer = line_of(l, l->written);
     const Bytes line = bytes_of(buffer);
     const size_t known = min_size(l->tail.n, line.n);
-    size_t same = 0;  // bytes
-    while (same < known && l->tail.p[same] == line.p[same]) same++;
-    const bool older = same && same < known && line.p[same - 1] == '\\' && l->tail.p[same] == 'u';
-    if (same < known)
-        die("%s: another run's (line %zu), expected this one's or a new FILE: %s",
-            l->e->options.out, l->written + 1,
-            older ? "it has \\u000a or the like for \\n; the version before 7.0 can go on with it"
-                  : "the list, a prompt, the model, an option or the build has changed");
+    if (!bytes_equal((Bytes){l->tail.p, known}, (Bytes){line.p, known}))
+        die("%s: another run's (line %zu), expected this one's or a new FILE: the list, a prompt, "
+            "the model, an option or the build has changed (a version before 7.0 wrote \\u000a for "
+            "\\n, it can go on)", l->e->options.out, l->written + 1);
     buffer_cut(&l->tail, known);
     write_results(bytes_from(line, known));
     free(buffer->p);

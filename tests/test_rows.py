@@ -279,7 +279,7 @@ def test_the_last_lines_come_again(tiny, tmp_path, n):
 
 @pytest.mark.parametrize("cut", [0, 1, 4])
 def test_a_file_of_an_older_version(chain, tmp_path, cut):
-    """It had \\u000a where \\n is now: said by name, and left as it is."""
+    """It had \\u000a where \\n is now: said, and left as it is."""
     path, out = write_list(tmp_path / "list", [b"a"] * 3), tmp_path / "out"
     run = (chain("a", "b", "\u010a", "a"), "-m", "generate", *GREEDY, "-n", 5, "-l", path, "-w", out)
     output(*run)
@@ -287,7 +287,7 @@ def test_a_file_of_an_older_version(chain, tmp_path, cut):
     old = new.replace(b"\\n", b"\\u000a")
     assert old != new
     out.write_bytes(old[:len(old) - cut])
-    assert_error(qwen3(*run, "-qq"), 1, f"{out}: another run's (line 1)", r"has \u000a or the like for \n; the version before 7.0 can go on")
+    assert_error(qwen3(*run, "-qq"), 1, f"{out}: another run's (line 1)", r"before 7.0 wrote \u000a for \n, it can go on")
     assert out.read_bytes() == old[:len(old) - cut]
 
 
