@@ -4880,15 +4880,12 @@ static void end_line(List *l, size_t number, const Text *t, const char *error) {
     "if this is CSV: python3 -c 'import csv, json, sys; [print(json.dumps(row)) for row in " \
     "csv.DictReader(sys.stdin, delimiter=\",\")]' makes objects, for -L"
 
-static void warn_of_line(const List *l, const char *what) {
-    warn("%.600s: line %zu %s", l->in.name, l->read + 1, what);
-}
-
-// Says so if line 1 looks like JSON or an old Mac's file, or once if the list looks like a table:
+// Says so, once, if line 1 looks like JSON or an old Mac's file, or if the list looks like a table:
 // by its name, a quote that stays open, or separators of which lines 1 to 3 have as many.
 static void check_plain(List *l, Json line) {
     const Bytes text = line.rest;
-    const char *end = l->read == 0 ? strrchr(l->in.name, '.') : NULL;
+    const bool first = l->read == 0;
+    const char *end = first ? strrchr(l->in.name, '.') : NULL;
     bool table = end && (!strcasecmp(end, ".csv") || !strcasecmp(end, ".tsv")), quoted = false;
     size_t count[256] = {0};  // of each byte, outside quotes
     for (size_t i = 0; i < text.n; i++) {
@@ -4897,19 +4894,19 @@ static void check_plain(List *l, Json line) {
     }
     for (int i = 0; i < 3 && l->read < 3; i++) {
         const size_t n = count[(uint8_t)"\t,;"[i]];
-        l->columns[i] = l->read == 0 || l->columns[i] == n ? n : 0;
+        l->columns[i] = first || l->columns[i] == n ? n : 0;
         table |= l->read == 2 && l->columns[i] > 0;
     }
     quoted &= *text.p == '"' || find_last(text, bytes(",\"")) > 0;
-    if ((quoted || table) && l->odd++ == 0)
-        warn_of_line(l, quoted ? "leaves a quote open; " CSV_TO_JSON
-                               : "is taken whole, with all its columns; " CSV_TO_JSON);
-    if (l->read > 0) return;
-    if (memchr(text.p, '\r', text.n))
-        warn_of_line(l, "has \\r inside; tr '\\r' '\\n' makes it lines");
-    json_value(&line, 0);
-    if (memchr("[{\"", *text.p, 3) && line.rest.n == 0 && (text.n == 1 || !line.error))
-        warn_of_line(l, "is JSON, and taken as plain text; -L reads JSON");
+    bool json = first && memchr("[{\"", *text.p, 3);
+    if (json) json_value(&line, 0);
+    json &= line.rest.n == 0 && (text.n == 1 || !line.error);
+    const char *what = quoted ? "leaves a quote open; " CSV_TO_JSON
+        : table ? "is taken whole, with all its columns; " CSV_TO_JSON
+        : json ? "is JSON, and taken as plain text; -L reads JSON"
+        : first && memchr(text.p, '\r', text.n) ? "has \\r inside; tr '\\r' '\\n' makes it lines"
+        : NULL;
+    if (what && l->odd++ == 0) warn("%.600s: line %zu %s", l->in.name, l->read + 1, what);
 }
 
 // Makes the conversation of a line: its messages, or its text after that of -i. *empty: it has no
