@@ -4822,7 +4822,6 @@ typedef struct {
     size_t blank;           // prompts that end in a blank
     size_t odd;             // lines with what has no effect, or plain ones that look like CSV
     size_t columns[3];      // tabs, commas, semicolons, if lines 1 to 3 have as many, else 0
-    double size;            // bytes of the file, if known
     size_t in_file;         // -w: whole lines that FILE had
     size_t failed_in_file;  // of these, lines without a result
     size_t first_failed;    // the number of the first one, from 1
@@ -4994,16 +4993,15 @@ static void add_line(List *l, Bytes line) {
 // Shows the progress, in texts. Those that run do not count yet: nobody knows how long they get.
 // But the oldest one is taken to need its age once more at least, because it may be the last.
 static void show_texts(const List *l) {
-    const double lines = l->in.ended ? l->read : floor(l->size * l->read / fmax(l->in.taken, 1));
-    const double all = fmax(lines - l->in_file - l->failed, 0);
-    const double time = now(), seconds = time - progress.start;
+    const double here = l->in_file + l->failed, time = now(), seconds = time - progress.start;
+    const double lines = file_size(l->in.fd) * l->read / fmax(l->in.taken, 1);
+    const double all = fmax((l->in.ended ? l->read : floor(lines)) - here, 0);
+    const double done = fmax((double)l->read - l->e->n_texts - here, 0);
     const double age = l->e->n_texts > 0 ? time - l->e->order[0]->slot->start : 0;
-    const double done = fmax((double)l->read - l->e->n_texts - l->in_file - l->failed, 0);
-    const char *about = l->in.ended ? "" : "about ";
     const double part = all > 0 ? fmin(done / all, seconds / (seconds + age + 1e-9)) : 0;
-    const char *label = all > 0 ? say("%.0f of %s%.0f texts", done, about, all)
-                                : say("%.0f texts", done);
-    progress_show(l->e->n_rows, part, label);
+    const char *of = l->in.ended ? " of" : " of about";
+    progress_show(l->e->n_rows, part, all > 0 ? say("%.0f%s %.0f texts", done, of, all)
+                                              : say("%.0f texts", done));
 }
 
 // Reads lines and adds their texts while there are places. While texts run, it does not wait for
@@ -5038,7 +5036,6 @@ static int report_list(const List *l) {
     progress_end();
     if (had_all)
         notice("%s: has all %zu lines; another FILE, or none, makes a new run", o->out, lines);
-    if (had_all) return status;
     for (int i = 0; i < NOT_CLOSED; i++) {
         const size_t n_closed = l->closed[i], n_ended = i > IN_THINKING ? l->endings[i] : 0;
         if (n_ended) notice("answers: ended by %s: %zu", endings[i].by, n_ended);
@@ -5053,8 +5050,8 @@ static int report_list(const List *l) {
         notice("list: %zu lines are written; the same command%s%s goes on%s", lines,
                o->out ? "" : " with -w FILE for > FILE",
                random && !is_seeded(o) ? say(" and -s %llu", o->seed) : "",
-               l->size ? "" : ", if the pipe gives the same lines again");
-    if (quiet) return status;
+               file_size(l->in.fd) ? "" : ", if the pipe gives the same lines again");
+    if (quiet || had_all) return status;
     fprintf(stderr, "%zu texts in %.1f s, prompts %zu tokens (%zu cached)", n, seconds,
             l->prompt_tokens, l->cached);
     if (modes[l->e->mode].has_answers) fprintf(stderr, ", answers %zu tokens", l->drawn);
@@ -5127,7 +5124,6 @@ static List *open_list(Engine *e) {
     l->in = (Lines){.fd = file_open(name, false), .name = strcmp(name, "-") ? name : "stdin",
                     .most = fmin(1 << 30, memory_size() / 16)};
     if (l->in.fd < 0) die("%s: %s", l->in.name, strerror(errno));
-    l->size = file_size(l->in.fd);
     if (file) open_out(l);
     if (same_file(l->in.fd, STDOUT_FILENO))
         die("%s: is the list and stdout, expected another FILE", file ? file : l->in.name);
