@@ -42,7 +42,8 @@ class Generation(jinja2.ext.Extension):
 
 
 TEMPLATES = [name for name, (_, pieces) in CHATS.items() if isinstance(pieces, list)]
-CONTENTS = ["", "hi", " two  words ", "\n\nfirst", "last \n\n", "cafe\u0301 灯塔 🙂", "1 + 1 = 2", "it's\tDONE"]
+CONTENTS = ["", "hi", " two  words ", "\n\nfirst", "last \n\n", "cafe\u0301 灯塔 🙂", "1 + 1 = 2", "it's\tDONE",
+            "\x1c\x85x\u3000\u200b\u2029\x1f"]
 ANSWERS = [*CONTENTS, "<think>\n\n</think>\n\nyes", "<think>\nwell\n</think>\n\n\n no", "so </think>\n ok",
            "<think>half", "<tool_call>{}</tool_call>"]
 
