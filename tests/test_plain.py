@@ -1,12 +1,16 @@
 """`make plain`: Part I of qwen3.c alone gives the bytes of the fast program: chat, lists, perplexities, embeddings,
 given answers; with and without fma; also where weights, sums and logits are not finite."""
+import functools
 import random
 import re
 import subprocess
 
+import deltas
 import numpy as np
 import pytest
-from conftest import QWEN3, ROOT, TESTS, build, copy_model, environment, export_py
+import reference
+from checkpoints import train_tokenizer
+from conftest import QWEN3, ROOT, TESTS, build, copy_model, environment, export, export_py
 from test_tokenizer import KINDS, make_text
 
 SHAPES = {"Qwen3": dict(n_layers=3), "Qwen2": dict(qwen2=True, head_dim=16), "untied": dict(tied=False, seed=3),
@@ -47,8 +51,16 @@ def compare(plain, fast, model, runs=RUNS):
 
 
 @pytest.fixture(scope="module")
-def model(random_model):
-    return lambda name, bits: random_model("--bits", bits, **SHAPES[name])
+def model(random_model, tmp_path_factory):
+    """model(name, bits): a file. "delta" is a Qwen3.5."""
+    @functools.cache
+    def make(name, bits):
+        if name in SHAPES:
+            return random_model("--bits", bits, **SHAPES[name])
+        folder = tmp_path_factory.mktemp("delta")
+        tokenizer = train_tokenizer(split=reference.SPLIT35)
+        return export(deltas.save(folder / "hf", *deltas.Delta("dense").saved(), tokenizer), folder / "model.bin", "--bits", bits)
+    return make
 
 
 @pytest.mark.parametrize("tokens", [("a", "b", "a"), ("<think>", "a", "b", "a")])
@@ -62,7 +74,7 @@ def test_same_bytes_of_answers_that_repeat_themselves(chain, tokens):
 
 @pytest.mark.parametrize("name, bits", [
     *[(name, 8) for name in SHAPES], ("Qwen3", 4), ("experts", 4), ("groups of 32", 4),
-    *[pytest.param(name, 4, marks=pytest.mark.slow) for name in ("Qwen2", "untied")]])
+    *[pytest.param(name, bits, marks=pytest.mark.slow) for name, bits in (("Qwen2", 4), ("untied", 4), ("delta", 8), ("delta", 4))]])
 def test_same_bytes(model, name, bits):
     assert compare(ROOT / "qwen3-plain", QWEN3, model(name, bits)) == {0}
 
@@ -161,7 +173,7 @@ def hurt(plain, test, model, seed, lines):
             assert said_found == said_wanted, (seed, found.args)
 
 
-@pytest.mark.parametrize("name", ["Qwen3", "experts"])
+@pytest.mark.parametrize("name", ["Qwen3", "experts", "delta"])
 def test_lists_made_to_hurt(model, name):
     hurt(ROOT / "qwen3-plain", TESTS / "test", model(name, 8), 0, 7)
 
@@ -175,13 +187,13 @@ def all_digits(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, bits", [("Qwen3", 8), ("Qwen2", 4), ("experts", 8), ("groups of 32", 4)])
+@pytest.mark.parametrize("name, bits", [("Qwen3", 8), ("Qwen2", 4), ("experts", 8), ("groups of 32", 4), ("delta", 8)])
 def test_bits_of_lists_made_to_hurt(model, name, bits, all_digits, tokenizer, tmp_path):
     """More lines than places (as many as -b); in the end with texts whose numbers are not finite."""
     programs = all_digits / "qwen3-plain", all_digits / "tests/test"
     for seed in range(5):
         hurt(*programs, model(name, bits), seed, 14)
-    if bits == 8:
+    if bits == 8 and name != "delta":
         for value in float("nan"), float("inf"):
             for _ in spoil(model(name, 8), tmp_path / "model.bin", value, tokenizer.token_to_id("z"), ["embed_tokens"]):
                 hurt(*programs, tmp_path / "model.bin", 9, 14)
