@@ -2189,10 +2189,10 @@ static Char decode_at(Bytes text, size_t at) {
     return c;
 }
 
-// Returns the offset of the first byte that is not UTF-8, or text.n if all are.
+// Returns the offset of the first byte that is not UTF-8, or is NUL; text.n if there is none.
 static size_t find_bad_byte(Bytes text) {
     size_t at = 0;
-    for (Char c; at < text.n && (c = code_point_at(text, at)).c < BAD_BYTE;) at += c.n;
+    for (Char c; at < text.n && (c = code_point_at(text, at)).c < BAD_BYTE && c.c;) at += c.n;
     return at;
 }
 
@@ -3151,19 +3151,15 @@ static bool run_pass(Engine *e) {
 
 static bool is_control(uint32_t c) { return c < ' ' || (c >= 127 && c < 160); }
 
-// Characters that change the direction of a text: with them, a file's name can look like another's.
-static bool is_bidi(uint32_t c) {
-    return (c >= 0x202A && c <= 0x202E) || (c >= 0x2066 && c <= 0x2069);
-}
-
-// Appends a text for a terminal: bytes that are not UTF-8, control characters and those of is_bidi
-// become U+FFFD. An answer keeps \n, \r\n and \t.
+// Appends a text for a terminal. U+FFFD replaces what is not UTF-8, control characters, and those
+// that turn the text (a file's name can look like another's). An answer keeps \n, \r\n and \t.
 static void add_printable(Buffer *out, Bytes text, bool answer) {
     for (size_t at = 0; at < text.n;) {
         const Char c = decode_at(text, at);
         const bool crlf = c.c == '\r' && at + 1 < text.n && text.p[at + 1] == '\n';
         const bool kept = answer && (c.c == '\n' || c.c == '\t' || crlf);
-        const bool shown = kept || (c.c < BAD_BYTE && !is_control(c.c) && !is_bidi(c.c));
+        const bool turns = (c.c >= 0x202A && c.c <= 0x202E) || (c.c >= 0x2066 && c.c <= 0x2069);
+        const bool shown = kept || (c.c < BAD_BYTE && !is_control(c.c) && !turns);
         buffer_add(out, shown ? (Bytes){text.p + at, c.n} : bytes("\uFFFD"));
         at += c.n;
     }
@@ -3310,9 +3306,9 @@ static void writer_end(Writer *out) {
 // Thinking ends by budget_text if it reaches the budget of -r N or goes round in circles. Before
 // given answers only thinking is drawn: where that ends, COMPLETE sends the text to next_choice.
 
-// From Qwen3's technical report, section 4.3
-static const char end_of_budget[] = "\n\nConsidering the limited time by the user, I have to give "
-    "the solution based on the thinking directly now.\n</think>\n\n";
+static const char end_of_budget[] =  // of Qwen3's technical report, section 4.3
+    "\n\nConsidering the limited time by the user, I have to give the solution based on the "
+    "thinking directly now.\n</think>\n\n";
 
 static const struct { const char *by, *name; } endings[] = {  // what ends an answer, or thinking
     [BY_BUDGET] = {"-r", NULL},
@@ -3513,7 +3509,7 @@ static const char *encode_choices(Engine *e, Bytes prompt, const Ids *ids) {
     const size_t kept = ids ? keep_ids(tok, ids, &prompt) : 0, n = ids ? ids->n : 0;
     const size_t closing = e->may_think ? e->budget_text.n + 1 : 0, context = e->model.context;
     const size_t room = context - min_size(context, e->prompt.n + closing);
-    size_t same = n, longest = 0;
+    size_t same = n;
     if (ids && (prompt.n + 40.0) * all->n > 20e6)
         return say("too long, expected a shorter last word: all answers encode its %zu bytes anew",
                    prompt.n);
@@ -3532,14 +3528,13 @@ static const char *encode_choices(Engine *e, Bytes prompt, const Ids *ids) {
         c->ids.n -= same - kept;
         memmove(c->ids.p, c->ids.p + same - kept, c->ids.n * sizeof(int));
         c->n_tokens = c->ids.n - min_size(c->ids.n, all->before);
-        if (c->n_tokens > longest) longest = c->n_tokens;
+        if (c->n_tokens + closing > e->reserve) e->reserve = c->n_tokens + closing;
         for (size_t i = all->before; i < c->ids.n; i++)
             if (is_stop(tok, c->ids.p[i])) wrong = "has a token that ends answers, expected none";
         if (c->n_tokens == 0) wrong = "adds no token to the prompt";
         if (c->n_tokens > room) wrong = "too long, expected to fit into the context (-c) after it";
         if (wrong) return say("%.*s: %s", (int)min_size(c->text.n, 200), c->text.p, wrong);
     }
-    e->reserve = longest + closing;
     const Choice *equal = interrupted ? NULL : compare_all(all);
     if (!equal || e->kind == OWN_CHOICES) return NULL;
     return say("%.*s: has the same tokens as another answer", (int)min_size(equal->text.n, 200),
@@ -3561,9 +3556,8 @@ static void prepare_choices(Engine *e, Text *t) {
 
 // Sets each TEXT's nll to its first id's: of no use if before > 0. Fails if one is not finite.
 static void score_first_ids(Engine *e, Text *t) {
-    Slot *slot = t->slot;
-    const Choices *all = &slot->own.choices;
-    double *nll = slot->own.nll;
+    const Choices *all = &t->slot->own.choices;
+    double *nll = t->slot->own.nll;
     float *logits = logits_at_end(e, t);
     for (int i = 0; i < all->n; i++) nll[i] = -logits[all->p[i].ids.p[0]];
     const double sum = log_sum_exp(logits, e->tokenizer.vocab_size);
@@ -3608,14 +3602,13 @@ static bool next_choice(Engine *e, Text *t) {
 // *mass the probability of all. Integers are added, of 2^-60: so the TEXTs' order changes no bit.
 static int find_likeliest(const Slot *slot, double *sum, double *mass) {
     const double *nll = slot->own.nll;
-    const Choice *choices = slot->own.choices.p;
-    const int n = slot->own.choices.n;
-    __uint128_t all = 0;
+    const Choices *all = &slot->own.choices;
+    __uint128_t units = 0;
     int best = 0;
-    for (int i = 1; i < n; i++) best = nll[i] < nll[best] ? i : best;
-    for (int i = 0; i < n; i++)
-        if (!choices[i].same_ids) all += (uint64_t)ldexp(exp(nll[best] - nll[i]), 60);
-    *sum = ldexp((double)all, -60);
+    for (int i = 1; i < all->n; i++) best = nll[i] < nll[best] ? i : best;
+    for (int i = 0; i < all->n; i++)
+        if (!all->p[i].same_ids) units += (uint64_t)ldexp(exp(nll[best] - nll[i]), 60);
+    *sum = ldexp((double)units, -60);
     *mass = exp(-nll[best]) * *sum;
     return best;
 }
@@ -3668,11 +3661,9 @@ static Text *add_text(Engine *e, const Ids *prompt, uint64_t rng, bool goes_on) 
     if (e->mode == PERPLEXITY) t->ids.n = 1, next_piece(e, t);  // as if its first id were a piece
     writer_thinks(t->writer, slot->thinking);
     const bool may_think = e->may_think && !goes_on && o->n != 0 && n <= t->context;
-    if (has_state(e) && e->mode == CHAT && !t->writer->to) {
-        size_t mark = n - 1;  // the generation prompt: from there on the next turn differs
-        while (mark > 0 && !(e->tokenizer.kind[prompt->p[mark]] & SPECIAL)) mark--;
-        slot->marks[0] = mark;
-    }
+    size_t *mark = &slot->marks[0];  // the generation prompt: from there on the next turn differs
+    if (has_state(e) && e->mode == CHAT && !t->writer->to) *mark = n - 1;
+    while (*mark > 0 && !(e->tokenizer.kind[prompt->p[*mark]] & SPECIAL)) --*mark;
     if (e->kind >= CHOICES && may_think) slot->marks[1] = n - 1;
     if (e->kind >= CHOICES && !may_think) prepare_choices(e, t);
     return t;
@@ -3747,9 +3738,8 @@ static bool check_prompt(const Engine *e, const char *error) {
 
 // Prepares a notice of the first text that is not UTF-8, or has a NUL. Its first line is `line`.
 static void check_utf8(Engine *e, const char *name, size_t line, Bytes text) {
-    size_t bad = find_bad_byte(text);
-    const uint8_t *nul = bad ? memchr(text.p, 0, bad) : NULL;
-    if (nul) bad = nul - text.p;
+    const size_t bad = find_bad_byte(text);
+    const bool nul = bad < text.n && text.p[bad] == 0;
     if (bad == text.n || e->not_utf8.n) return;
     for (size_t i = 0; i < bad; i++) line += text.p[i] == '\n';
     buffer_print(&e->not_utf8, "%.300s: line %zu %s, taken as it is; if it is %s (a guess): "
@@ -3777,19 +3767,17 @@ static void show_settings(const Engine *e) {
 
 // Returns whether a raw prompt ends in a blank (newlines count before given answers alone).
 static bool ends_in_blank(const Engine *e, const Ids *prompt) {
-    const Tokenizer *tok = &e->tokenizer;
-    const Bytes last = prompt->n ? tok->text[prompt->p[prompt->n - 1]] : (Bytes){0};
-    return e->mode == GENERATE && strip_end(tok, last).n < last.n &&
+    const Bytes last = prompt->n ? e->tokenizer.text[prompt->p[prompt->n - 1]] : (Bytes){0};
+    return e->mode == GENERATE && strip_end(&e->tokenizer, last).n < last.n &&
            (e->kind == CHOICES || last.p[last.n - 1] != '\n');
 }
 
 // Says once if a TEXT, and if a prompt has a blank where answers mostly have none.
 static void check_blanks(Engine *e) {
     const Tokenizer *tok = &e->tokenizer;
-    const Choices *all = &e->next;
     const bool raw = e->mode == GENERATE;
-    for (int i = 0; i < all->n; i++) {
-        const Bytes text = bytes_of(&all->p[i].text);
+    for (int i = 0; i < e->next.n; i++) {
+        const Bytes text = bytes_of(&e->next.p[i].text);
         if (strip_end(tok, text).n < text.n || (!raw && char_at(tok, text, 0).class == SPACE))
             warn_once(e->gave_blank_choice, "-o: \"%.*s\" has a blank at an end, which counts",
                         (int)text.n, text.p);
