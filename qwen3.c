@@ -2659,7 +2659,6 @@ typedef struct Engine {  // the program's state
     bool switched_on;  // -r has switched it on
     bool thinks;       // the prompt ends inside <think>
     bool may_think;    // the prompt does, or the model may begin with <think>
-    int budget;        // the maximum number of tokens of thinking (-r), INT_MAX: no limit
     Ids budget_text;   // what ends thinking that has reached it
     Ids after_think;   // what follows </think> before given answers
     Choices next;      // the given answers of the next text: of -o, or with -o @NAME of its row
@@ -2680,8 +2679,7 @@ typedef struct Engine {  // the program's state
     uint64_t rng;      // of the conversation's next answer
     bool dialogue;     // a conversation at a terminal: it goes on after a wrong message
     Buffer not_utf8;   // the notice of the first text that is not UTF-8
-    bool gave_notices, gave_blank_choice, gave_blank_prompt, gave_not_utf8;  // each is given once
-    bool gave_escape;
+    bool gave_notices, gave_not_utf8, gave_escape, gave_blank_choice, gave_blank_prompt;  // once
 } Engine;
 
 static bool has_state(const Engine *e) { return state_size(&e->model.config) > 0; }
@@ -3356,7 +3354,8 @@ static Ending accept_id(const Tokenizer *tok, Text *t, int id) {
     Ending ending = add_id(tok, t, id);
     if (!slot->thinking) return chooses ? COMPLETE : ending;
     slot->thought += was_thinking && ending != COMPLETE;  // <think> and a stop id do not count
-    const bool closes = ending == GOES_ON ? slot->thought >= e->budget
+    const bool spent = e->options.think > 1 && slot->thought >= e->options.think;  // -r N
+    const bool closes = ending == GOES_ON ? spent
         : chooses || (ending == REPEATS && slot->closed_by != REPEATS);  // else the answer ends
     if (!closes) return ending == COMPLETE ? IN_THINKING : ending;
     slot->closed_by = ending;  // GOES_ON: BY_BUDGET
@@ -4057,8 +4056,7 @@ static bool respond(Engine *e) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Turns: a question is added, the whole conversation is rendered, and the answer is added. When the
-// context gets full, the older turns are forgotten. A question without an answer is taken back.
+// Turns: a question is added, the conversation rendered, and the answer added; or neither stays.
 
 // Answers the conversation's last message; with `again` the one before, whose new answer takes the
 // old one's place. The older half of the turns is forgotten, again and again, until an answer has
@@ -4406,10 +4404,8 @@ static void stop_at_turn_end(Tokenizer *tok) {
 // prompt has no <think>, the model may write one, if the format knows what to cut off old answers.
 static void prepare_answers(Engine *e) {
     const ChatFormat *f = &e->tokenizer.chat;
-    const int think = e->options.think;
-    e->budget = think > 1 ? think : INT_MAX;
     e->can_switch = !bytes_equal(f->answer_open[0], f->answer_open[1]);
-    e->switched_on = e->can_switch && think > 0;
+    e->switched_on = e->can_switch && e->options.think > 0;
     const Bytes answer = f->answer_open[e->switched_on];
     const size_t open = find_last(answer, bytes("<think>"));
     const size_t close = find_last(answer, bytes("</think>"));
