@@ -1350,7 +1350,6 @@ static void render(const Tokenizer *tok, const Conversation *conversation, size_
 #include <stdatomic.h>
 #include <stddef.h>
 #include <stdio.h>
-#include <strings.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
@@ -1388,8 +1387,7 @@ static Waiting input_waits(void);                     // how much of a paste is 
 static void state_init(Model *m);                     // allocates State, for its context
 static double position_size(const Config *c);         // bytes of all keys and values of a position
 
-// What Part III provides to Part II: many tokens at once
-#ifndef PLAIN
+#ifndef PLAIN          // and for many tokens at once:
 typedef struct {       // a token of a text, in a pass
     int token;         // its id
     int pos;           // its position in the text
@@ -1423,8 +1421,7 @@ typedef struct Pass {
 static Pass *pass_init(const Model *m, int batch, int logit_rows, int texts);
 
 // forward() for Pass.rows 0 .. n - 1, n <= batch: the same bits. The cache must hold the positions
-// before them. In the end the rows that are needed, with their x after the last layer, are moved to
-// the front: so classify finds them side by side. False: Ctrl-C came.
+// before them. In the end the needed rows move to the front, for classify. False: Ctrl-C came.
 static bool forward_rows(Pass *p, int n);
 
 // compute_logits() for rows 0 .. n - 1, n <= logit_rows. Returns Pass.logits.
@@ -1462,9 +1459,8 @@ __attribute__((format(__MINGW_PRINTF_FORMAT, 1, 2))) static void report(const ch
 #define warn(...) (quiet > 1 ? (void)0 : report(__VA_ARGS__))    // it makes a result doubtful
 #define warn_once(gave, ...) ((gave) ? (void)0 : ((gave) = true, warn(__VA_ARGS__)))
 
-static atomic_flag dying = ATOMIC_FLAG_INIT;  // a thread reports the error that ends the program
+static atomic_flag dying = ATOMIC_FLAG_INIT;  // one thread reports, others wait until the end
 
-// Several threads may get here at once: the first one reports, the others wait until the end.
 static void die_memory(const char *what, double size) {
     while (atomic_flag_test_and_set(&dying)) {}
     die("memory: not enough for %s, expected %.0f MB", what, size / 1e6);
@@ -1729,11 +1725,10 @@ INLINE const void *take_panels(Cursor *in, const Config *c, int rows, size_t n, 
     in->needs += padded;
     if (!panels) return from;
     in->to += padded;
-    for (int first = 0; first < rows; first += PANEL) {
+    for (int first = 0; first < rows; first += PANEL)
         for (size_t i = 0; i < n; i++)
             for (int r = first; r < first + PANEL; r++, to += size)
                 if (r < rows) memcpy(to, from + (r * n + i) * size, size);
-    }
     return panels;
 }
 
@@ -2466,20 +2461,18 @@ static bool is_called(const char *arg, const char *words) {
 
 // Returns the option of this name. If there is none, ends the program and names the likely mistake.
 static const Option *option_named(const char *arg) {
+    const char *right = "one that -h lists, each by itself";
+    for (size_t i = 0; i < sizeof(hints) / sizeof(*hints); i++)
+        if (is_called(arg, hints[i].others)) right = hints[i].here;
     for (size_t i = 0; i < N_OPTIONS; i++) {
         const char letter = options[i].letter;
         const bool begins = arg[1] == letter;
         if (begins && !arg[2]) return &options[i];
         if (begins && strchr("0123456789.-=", arg[2]))
-            die_usage("%.80s: unknown option, expected a space: -%c %.80s", arg, letter,
-                      arg + 2 + (arg[2] == '='));
-        if (is_called(arg, options[i].others))
-            die_usage("%.80s: unknown option, expected -%c; -h lists all", arg, letter);
+            right = say("a space: -%c %.80s", letter, arg + 2 + (arg[2] == '='));
+        else if (is_called(arg, options[i].others)) right = say("-%c; -h lists all", letter);
     }
-    for (size_t i = 0; i < sizeof(hints) / sizeof(*hints); i++)
-        if (is_called(arg, hints[i].others))
-            die_usage("%.80s: unknown option, expected %s", arg, hints[i].here);
-    die_usage("%.80s: unknown option, expected one that -h lists, each by itself", arg);
+    die_usage("%.80s: unknown option, expected %s", arg, right);
 }
 
 // An argument that is no option, and stands after `before`, is MODEL. Else it ends the program.
