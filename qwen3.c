@@ -1509,8 +1509,7 @@ static void buffer_print(Buffer *b, const char *fmt, ...) {
     b->n--;
 }
 
-// say returns a text in printf's format, until the next one. An error is such a text: nothing may
-// call say before it is reported.
+// say returns a text in printf's format, until the next one: so an error is reported before that.
 static Buffer phrase;
 #define say(...) (phrase.n = 0, buffer_print(&phrase, __VA_ARGS__), (char *)phrase.p)
 
@@ -1533,9 +1532,7 @@ INLINE int32_t load_i32(const void *p) {  // 4 bytes at any address as an int: a
     return value;
 }
 
-INLINE float as_float(uint32_t bits) {  // the float with these bits
-    return (union { uint32_t bits; float value; }){bits}.value;
-}
+INLINE float as_float(uint32_t bits) { return (union { uint32_t i; float f; }){bits}.f; }
 
 static size_t find_last(Bytes text, Bytes part) {
     for (size_t end = text.n; part.n && end >= part.n; end--)
@@ -1552,12 +1549,11 @@ static size_t find_last(Bytes text, Bytes part) {
 //   0x08  the numbers that take_header takes, u32 or float; the last one is at 0x98
 //   0x70  with layer_bits 4, the 16 int8 levels, ascending; all other bytes must be zero
 //
-// take_weights has the weights in their order, each for all layers before the next. Norms, routers,
-// frequencies and biases are floats. A matrix (out, in) with 8 bits is all its int8 values, then a
-// float scale for each group_size consecutive values of a row: scale = max|w| / 127,
-// q = round(w / scale). With 4 bits it is all its pairs of nibbles, then a float of 16 bits for
-// each group. Both are in panels of 16 rows (see weight_int) if the header has panels = 1, else row
-// by row. An embedding model has no classifier: its header says shared_classifier = 1.
+// take_weights has the weights in their order, each for all layers before the next. A Matrix (out,
+// in) with 8 bits is all its int8 values, then a float scale for each group_size consecutive ones
+// of a row. With 4 bits it is all its pairs of nibbles, then a float of 16 bits for each group. Both
+// are in panels of 16 rows (see weight_int) if the header has panels = 1, else row by row. An
+// embedding model has no classifier: its header says shared_classifier = 1.
 
 typedef struct {  // takes a file apart from front to back, and never reads past its end
     const char *file;
@@ -1746,10 +1742,8 @@ static Matrix take_matrix(Cursor *in, const Config *c, int rows, int cols, int b
 static void take_weights(Cursor *in, Config *c, Weights *w) {
     const int experts = max_int(all_experts(c), 1), every = max_int(c->attention_every, 1);
     const int norms = c->no_qk_norm ? 0 : c->head_dim, gates = c->gated_attention * c->q_dim;
-    const int heads = c->delta_v_heads;
-    int bits[8];  // of wq wk wv wo w1 w2 w3 wg
-    for (int i = 0; i < 8; i++) bits[i] = c->eight_bits >> i & 1 ? 8 : c->layer_bits;
 #define EACH_LAYER for (int l = 0; l < c->n_layers; l++) w->layers[l]  // .x = take..., for each
+#define BITS(matrix) (c->eight_bits >> (matrix) & 1 ? 8 : c->layer_bits)  // see eight_bits
 #define KIND(attention, delta) ((l + 1) % every == 0 ? (attention) : (delta))
     EACH_LAYER.number = KIND(l / every, l - l / every);
     EACH_LAYER.rms_att = take_floats(in, c->dim, "rms_att");
@@ -1760,20 +1754,20 @@ static void take_weights(Cursor *in, Config *c, Weights *w) {
     EACH_LAYER.router = take_floats(in, (uint64_t)all_experts(c) * c->dim, "router");
     c->rope_freq = take_floats(in, c->rope_scaling ? c->rotary_dim / 2 : 0, "rope_freq");
     EACH_LAYER.conv = take_floats(in, KIND(0, (PAST + 1) * c->delta_dim), "conv");
-    EACH_LAYER.forget = take_floats(in, KIND(0, heads), "forget");
-    EACH_LAYER.dt_bias = take_floats(in, KIND(0, heads), "dt_bias");
+    EACH_LAYER.forget = take_floats(in, KIND(0, c->delta_v_heads), "forget");
+    EACH_LAYER.dt_bias = take_floats(in, KIND(0, c->delta_v_heads), "dt_bias");
     EACH_LAYER.o_norm = take_floats(in, KIND(0, DELTA_DIM), "o_norm");
-    EACH_LAYER.wa = take_floats(in, KIND(0, (uint64_t)heads * c->dim), "wa");
-    EACH_LAYER.wb = take_floats(in, KIND(0, (uint64_t)heads * c->dim), "wb");
+    EACH_LAYER.wa = take_floats(in, KIND(0, (uint64_t)c->delta_v_heads * c->dim), "wa");
+    EACH_LAYER.wb = take_floats(in, KIND(0, (uint64_t)c->delta_v_heads * c->dim), "wb");
     w->embedding = take_matrix(in, c, c->vocab_size, c->dim, 8, "the token embedding");
-    EACH_LAYER.wq = take_matrix(in, c, KIND(c->q_dim, c->delta_k_dim), c->dim, bits[0], "wq");
-    EACH_LAYER.wk = take_matrix(in, c, KIND(c->kv_dim, c->delta_k_dim), c->dim, bits[1], "wk");
-    EACH_LAYER.wv = take_matrix(in, c, KIND(c->kv_dim, c->delta_v_dim), c->dim, bits[2], "wv");
-    EACH_LAYER.wg = take_matrix(in, c, KIND(gates, c->delta_v_dim), c->dim, bits[7], "wg");
-    EACH_LAYER.wo = take_matrix(in, c, c->dim, KIND(c->q_dim, c->delta_v_dim), bits[3], "wo");
-    EACH_LAYER.w1 = take_matrix(in, c, experts * c->hidden_dim, c->dim, bits[4], "w1");
-    EACH_LAYER.w2 = take_matrix(in, c, experts * c->dim, c->hidden_dim, bits[5], "w2");
-    EACH_LAYER.w3 = take_matrix(in, c, experts * c->hidden_dim, c->dim, bits[6], "w3");
+    EACH_LAYER.wq = take_matrix(in, c, KIND(c->q_dim, c->delta_k_dim), c->dim, BITS(0), "wq");
+    EACH_LAYER.wk = take_matrix(in, c, KIND(c->kv_dim, c->delta_k_dim), c->dim, BITS(1), "wk");
+    EACH_LAYER.wv = take_matrix(in, c, KIND(c->kv_dim, c->delta_v_dim), c->dim, BITS(2), "wv");
+    EACH_LAYER.wg = take_matrix(in, c, KIND(gates, c->delta_v_dim), c->dim, BITS(7), "wg");
+    EACH_LAYER.wo = take_matrix(in, c, c->dim, KIND(c->q_dim, c->delta_v_dim), BITS(3), "wo");
+    EACH_LAYER.w1 = take_matrix(in, c, experts * c->hidden_dim, c->dim, BITS(4), "w1");
+    EACH_LAYER.w2 = take_matrix(in, c, experts * c->dim, c->hidden_dim, BITS(5), "w2");
+    EACH_LAYER.w3 = take_matrix(in, c, experts * c->hidden_dim, c->dim, BITS(6), "w3");
     w->classifier = c->shared_classifier ? w->embedding
         : take_matrix(in, c, c->vocab_size, c->dim, 8, "the classifier");
     EACH_LAYER.bq = take_floats(in, c->qkv_bias ? c->q_dim : 0, "bq");
@@ -1839,10 +1833,7 @@ enum { CLASS_MASK = 3, NFC_SHIFT = 2, CCC_SHIFT = 8 };
 
 typedef enum { CHAT, GENERATE, TOKENIZE, PERPLEXITY, EMBED, N_MODES } Mode;  // as in section mode
 
-typedef struct {  // rows of a table (see take_rows), or characters that NFC puts in order
-    uint64_t *p;
-    size_t n, cap;  // p has room for `cap`
-} Keys;
+typedef struct { uint64_t *p; size_t n, cap; } Keys;  // as Buffer: rows, or a text's characters
 
 // How tokens are found, the classes of characters, NFC, and how the model is meant to be used
 typedef struct Tables {
@@ -1908,20 +1899,16 @@ static void take_ranges(Cursor *in, uint16_t *chars, uint32_t highest, int shift
     }
 }
 
-static void keys_add(Keys *keys, uint64_t key) {
-    keys->p = grow(keys->p, &keys->cap, keys->n, 1, sizeof(uint64_t));
-    keys->p[keys->n++] = key;
-}
-
 // Takes rows: u64 keys of three characters of 21 bits, ascending even without the last one.
 static void take_rows(Cursor *in, Keys *rows) {
+    rows->p = alloc(in->rest.n / sizeof(*rows->p), sizeof(*rows->p), "the tokenizer");
     for (uint64_t row, before = 0; in->rest.n; before = row) {
         memcpy(&row, take(in, sizeof(row)), sizeof(row));
         const uint64_t a = row >> 42, b = row >> 21 & CHAR_MASK, c = row & CHAR_MASK;
         const bool ascends = rows->n == 0 || row >> 21 > before >> 21;
         if (a > LAST_CHAR || b > LAST_CHAR || c > LAST_CHAR || !ascends)
             die_bad(in, in->part, "ascending rows of characters, found another row %zu", rows->n);
-        keys_add(rows, row);
+        rows->p[rows->n++] = row;
     }
 }
 
@@ -1998,7 +1985,6 @@ static void take_extension(Cursor *in, Tokenizer *tok) {
     }
 }
 
-// Hashes a text by products with a secret factor: nobody can make texts of one hash.
 static uint64_t hash_text(Bytes text, uint64_t secret) {
     uint64_t hash = secret ^ text.n;
     for (size_t i = 0; i < text.n; i++) {
@@ -2085,8 +2071,7 @@ static void index_tokens(Tokenizer *tok, const char *file) {
             die("%s: no token for byte 0x%02x, expected all 256; is it another model's?", file, i);
 }
 
-// ChatML, which all Qwen models speak: for files without a chat format. Where the vocabulary has
-// <think> and </think>, an empty block turns thinking off.
+// ChatML, which all Qwen models speak: for files without a chat format
 static ChatFormat chatml(bool has_think) {
     Bytes end = bytes("<|im_end|>\n"), answer = bytes("<|im_start|>assistant\n");
     Bytes no_think = bytes("<|im_start|>assistant\n<think>\n\n</think>\n\n");
@@ -2146,7 +2131,7 @@ static void tokenizer_load(Tokenizer *tok, const char *file, int vocab_size) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Unicode: UTF-8, and normalization form C (NFC; Unicode Standard Annex 15)
+// Unicode: UTF-8, normalization form C (NFC; Unicode Standard Annex 15); merging a piece's tokens
 
 // The code point at offset `at` and its n bytes (RFC 3629: neither overlong forms nor surrogates)
 INLINE Char code_point_at(Bytes text, size_t at) {
@@ -2216,10 +2201,11 @@ static const uint64_t *find_row(const Keys *rows, uint64_t first, uint64_t secon
 // Adds a character to those of a text: combining class (ccc) << 56 | place << 21 | code point.
 static void add_key(const Tokenizer *tok, Keys *keys, uint64_t c) {
     const uint64_t ccc = tok->tables->chars[c] >> CCC_SHIFT;
-    keys_add(keys, ccc << 56 | keys->n << 21 | c);
+    const uint64_t key = ccc << 56 | keys->n << 21 | c;
+    keys->p = grow(keys->p, &keys->cap, keys->n, 1, sizeof(key));
+    keys->p[keys->n++] = key;
 }
 
-// Adds the canonical decomposition of c.
 static void decompose(const Tokenizer *tok, Keys *keys, uint32_t c) {
     const uint64_t *row;
     int n = 0;
@@ -2240,9 +2226,8 @@ static void order_and_compose(const Tokenizer *tok, Keys *keys) {
         const uint64_t key = keys->p[i], ccc = key >> 56;
         const uint64_t *composed = !starter || (last && last >= ccc) ? NULL
             : find_row(&tok->tables->pairs, *starter & CHAR_MASK, key & CHAR_MASK);
-        if (composed) {
-            *starter = *composed & CHAR_MASK;
-        } else {
+        if (composed) *starter = *composed & CHAR_MASK;
+        else {
             if (ccc == 0) starter = out;
             last = ccc;
             *out++ = key;
@@ -2273,9 +2258,6 @@ static void normalize(const Tokenizer *tok, Buffer *out, Bytes text) {
     }
     free(keys.p);
 }
-
-// ------------------------------------------------------------------------------------------------
-// Merging the tokens of a piece
 
 #ifdef PLAIN
 static void merge_piece(const Tokenizer *tok, Bytes s, Ids *out) { encode_piece(tok, s, out); }
@@ -2324,7 +2306,8 @@ static void merge_piece(const Tokenizer *tok, Bytes piece, Ids *out) {
 #endif
 
 // ------------------------------------------------------------------------------------------------
-// Modes: what the program makes of a text. Given answers (-o) make another thing of the first two.
+// Modes: what the program makes of a text (given answers, -o, make another thing of the first two),
+// and options: what the command line says
 
 enum { CHOICES = N_MODES, OWN_CHOICES };  // OWN_CHOICES: -o @NAME
 
@@ -2341,9 +2324,6 @@ static const struct {
     [EMBED] = {"embed", false, 1, {"vector", "error"}},
     [CHOICES] = {NULL, true, 1, {"choice", "p", "mass", "error"}},
     [OWN_CHOICES] = {NULL, true, 1, {"choice", "p", "mass", "nll", "tokens", "error"}}};
-
-// ------------------------------------------------------------------------------------------------
-// Options: what the command line says
 
 typedef struct {  // of the command line. Not given: NULL, or -1 without a default
     const char *model, *text, *file, *list, *json_list, *out, *system, *stop, *answers;
