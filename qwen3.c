@@ -1509,7 +1509,7 @@ static void buffer_print(Buffer *b, const char *fmt, ...) {
     b->n--;
 }
 
-// say returns a text in printf's format, until the next one: so an error is reported before that.
+// say returns a text in printf's format. Use it, or report it if it is an error, before the next.
 static Buffer phrase;
 #define say(...) (phrase.n = 0, buffer_print(&phrase, __VA_ARGS__), (char *)phrase.p)
 
@@ -1549,11 +1549,11 @@ static size_t find_last(Bytes text, Bytes part) {
 //   0x08  the numbers that take_header takes, u32 or float; the last one is at 0x98
 //   0x70  with layer_bits 4, the 16 int8 levels, ascending; all other bytes must be zero
 //
-// take_weights has the weights in their order, each for all layers before the next. A Matrix (out,
-// in) with 8 bits is all its int8 values, then a float scale for each group_size consecutive ones
-// of a row. With 4 bits it is all its pairs of nibbles, then a float of 16 bits for each group. Both
-// are in panels of 16 rows (see weight_int) if the header has panels = 1, else row by row. An
-// embedding model has no classifier: its header says shared_classifier = 1.
+// take_weights has the weights in their order, each for all layers before the next. A Matrix with 8
+// bits is all its int8 values, then a float scale for each group_size consecutive ones of a row.
+// With 4 bits it is all its pairs of nibbles, then a float of 16 bits for each group. Both are in
+// panels of 16 rows (see weight_int) if the header has panels = 1, else row by row. An embedding
+// model has no classifier: its header says shared_classifier = 1.
 
 typedef struct {  // takes a file apart from front to back, and never reads past its end
     const char *file;
