@@ -4319,9 +4319,8 @@ static void run_dialogue(Engine *e) {
 // Starting a run: the model and its tokenizer are loaded, the context and the number of texts are
 // chosen, places prepared. Without options the model's own mode, sampling and chat format count.
 
-// Sets how tokens are drawn: as the checkpoint says. If thinking is switched off, Qwen's advice
-// replaces that (unless it is greedy). Options replace both. Greedy answers have no presence
-// penalty unless -a gives one.
+// Sets how tokens are drawn. plain_advice holds if thinking is switched off and the checkpoint's
+// advice is not greedy. Options replace both. Greedy answers have no presence penalty but -a's.
 static void choose_sampling(Engine *e) {
     const Options *o = &e->options;
     Sampler *s = &e->sampling;
@@ -4646,9 +4645,8 @@ static int json_message(Json *j, Conversation *talk) {
     int role = json_take_string(&name) ? 3 : -1;  // -1: an unknown one, which is an error
     while (role >= 0 && !bytes_are(bytes_of(j->text), roles[role])) role--;
     if (role == 3) role = SYSTEM;  // OpenAI's newer name for it
-    json_check(j, *j->rest.p == '{', "messages", "{\"role\": ..., \"content\": ...} " EACH_A_LINE);
-    json_check(j, role >= 0, "role",
-               name.rest.n ? "system, user or assistant" : "one " EACH_A_LINE);
+    json_check(j, name.rest.n, "messages", "{\"role\": ..., \"content\": ...} " EACH_A_LINE);
+    json_check(j, role >= 0, "role", "system, user or assistant");
     for (int i = 0; i < 4 && !j->ignored.n; i++) {
         const Json value = json_member(*j, unread[i]);
         if (memchr("[{\"", json_byte(&value), 3)) buffer_print(&j->ignored, ", %s", unread[i]);

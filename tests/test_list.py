@@ -302,7 +302,7 @@ FOUND = [  # a line, and what of it is bad at which byte, and found there
     # messages that are JSON: what is wrong is named as what it is
     (b'[%s, {"role": "tool", "content": "a"}]' % MESSAGE, "role", 36, '{"role": "tool",'),
     (b'[{"content": 1, "role": "user"} ]', "content", 2, '{"content": 1, "'),
-    (b'[{"role": "user"}]', "content", 2, '{"role": "user"}'), (b"[{}]", "role", 2, "{}]"),
+    (b'[{"role": "user"}]', "content", 2, '{"role": "user"}'), (b"[{}]", "messages", 2, "{}]"),
     (b'[%s, {"role": "system", "content": "a"}]' % MESSAGE, "role", 71, "the end"),
     (b'[{"role": "system", "content": "a"}]', "role", 37, "the end"),
     (b'[{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]', "content", 40, '"image_url", "im'),
