@@ -3,7 +3,7 @@
     python tests/deltas.py FOLDER KIND [NAME=NUMBER ...]
 
 saves one. KIND is dense, moe or next; the names are those of config.json. With FOLDER `transformers` it compares
-reference.py with that package's logits (it needs torch, which no test needs)."""
+reference.py with that package's logits, with `record` it writes deltas.json; both need torch."""
 import json
 import sys
 from pathlib import Path
@@ -138,7 +138,20 @@ def save(folder: Path, config: dict, tensors: dict[str, np.ndarray], tokenizer=N
 
 # -- the comparison with transformers
 
-def compare(kind: str, **changes) -> None:
+RECORDED = Path(__file__).with_name("deltas.json")   # shape -> the nll of each id but the first, by transformers
+SHAPES = {"1 v head a k head": {"linear_num_value_heads": 2}, "2, heads of 128": {"head_dim": 128, "tie_word_embeddings": False},
+          "3, 8 layers": {"linear_num_key_heads": 1, "linear_num_value_heads": 3, "num_hidden_layers": 8},
+          "4, heads of 256": {"linear_num_value_heads": 8, "head_dim": 256, "tie_word_embeddings": False}}
+IDS = [(7 * i * i + 13 * i) % 470 for i in range(60)]
+
+
+def nll_of(logits):
+    shifted = logits.astype(float) - logits.max(axis=1, keepdims=True)
+    return (np.log(np.exp(shifted).sum(axis=1)) - shifted[np.arange(len(shifted)), IDS[1:]]).tolist()
+
+
+def by_transformers(kind: str, **changes):
+    """Logits after each id but the last, in fp32."""
     import torch
     import transformers
     model = Delta(kind, **changes)
@@ -149,24 +162,30 @@ def compare(kind: str, **changes) -> None:
     theirs.load_state_dict({key: torch.from_numpy(x) for key, x in model.tensors.items()},
                            strict=not model.numbers["tie_word_embeddings"])
     theirs.tie_weights()
-    ids = np.random.default_rng(3).integers(0, model.numbers["vocab_size"], 150)
     with torch.no_grad():
-        expected = theirs(torch.tensor(ids[None])).logits[0].numpy()
-    for config, tensors in model.saved(), model.published():
-        found = reference.Model.from_tensors(config, tensors, "fp32").logits(ids)
-        print(f"{kind} {changes}: largest difference {abs(found - expected).max():.2g}, of {abs(expected).max():.1f}")
+        return theirs(torch.tensor([IDS[:-1]])).logits[0].numpy()
+
+
+def by_reference(kind: str, layout="saved", **changes):
+    return reference.Model.from_tensors(*getattr(Delta(kind, **changes), layout)(), "fp32").logits(IDS[:-1])
 
 
 def main():
     folder, *kinds = sys.argv[1:]
-    if folder == "transformers":
+    if folder == "record":
+        RECORDED.write_text(json.dumps({name: [round(x, 5) for x in nll_of(by_transformers("dense", **changes))]
+                                        for name, changes in SHAPES.items()}, indent=1) + "\n")
+    elif folder == "transformers":
         for kind in kinds or ("dense", "moe", "next"):
-            for changes in {}, {"linear_num_value_heads": 2}, {"linear_num_key_heads": 1, "linear_num_value_heads": 3,
-                                                              "tie_word_embeddings": False, "num_hidden_layers": 8}:
-                compare(kind, **changes)
-        return
-    numbers = {name: json.loads(value) for name, _, value in (change.partition("=") for change in kinds[1:])}
-    save(Path(folder), *Delta(kinds[0], **numbers).published())
+            for name, changes in SHAPES.items():
+                expected = by_transformers(kind, **changes)
+                worst = max(abs(by_reference(kind, layout, **changes) - expected).max() for layout in ("saved", "published"))
+                print(f"{kind}, {name}: largest difference of a logit {worst:.2g}, of {abs(expected).max():.1f}")
+                if not worst < 1e-3:
+                    sys.exit("too much")
+    else:
+        numbers = {name: json.loads(value) for name, _, value in (change.partition("=") for change in kinds[1:])}
+        save(Path(folder), *Delta(kinds[0], **numbers).published())
 
 
 if __name__ == "__main__":

@@ -1,13 +1,17 @@
 """Exports of Qwen3.5, its mixtures and Qwen3-Next: OUT.bin is reference.py's, from any layout, also of a GGUF file.
-(reference.py computes what transformers does: python tests/deltas.py transformers.)"""
+(reference.py computes what transformers does: see deltas.json and `python tests/deltas.py transformers`.)"""
+import json
+import os
 import re
+import subprocess
+import sys
 
 import deltas
 import numpy as np
 import pytest
 import reference
-from checkpoints import train_tokenizer, with_config
-from conftest import export, refused, split_tokenizer
+from checkpoints import SENTENCES, train_tokenizer, with_config
+from conftest import export, perplexity, qwen3, refused, split_tokenizer
 
 KINDS = {"dense": {}, "as many v heads": {"linear_num_value_heads": 2}, "three v heads a k head": {
     "linear_num_key_heads": 1, "linear_num_value_heads": 3, "tie_word_embeddings": False, "num_hidden_layers": 8},
@@ -39,6 +43,26 @@ def test_header(tmp_path, model, tokenizer35):
     assert np.frombuffer(data[0x84:0x9C], "<u4").tolist() == [
         c["full_attention_interval"], c["linear_num_key_heads"], c["linear_num_value_heads"], 16, 1, model.moe]
     assert not any(data[0x9C:0x100])
+
+
+@pytest.mark.parametrize("shape", deltas.SHAPES)
+def test_results_are_those_of_transformers(tmp_path, tokenizer35, shape):
+    """Recorded ones, in fp32, are reference.py's; with rounded weights and inputs this has the program's."""
+    expected, changes = json.loads(deltas.RECORDED.read_text())[shape], deltas.SHAPES[shape]
+    assert np.allclose(deltas.nll_of(deltas.by_reference("dense", **changes)), expected, rtol=0, atol=1e-3)
+    out = export(deltas.save(tmp_path / "hf", *deltas.Delta("dense", **changes).published(), tokenizer35), tmp_path / "out.bin")
+    text = SENTENCES[:120]
+    ids = tokenizer35.encode(text).ids
+    assert perplexity(out, "-i", text)[1] == pytest.approx(reference.Model.from_bin(out).nll(ids), abs=0.02)
+
+
+@pytest.mark.slow
+def test_transformers_itself():
+    """TRANSFORMERS names a Python that has it, and torch, unless this one has."""
+    python = os.environ.get("TRANSFORMERS", sys.executable)
+    if subprocess.run([python, "-c", "import torch, transformers, gguf, tokenizers"], capture_output=True).returncode:
+        pytest.skip("no transformers: TRANSFORMERS=PYTHON")
+    subprocess.run([python, deltas.__file__, "transformers"], check=True)
 
 
 def test_check(tmp_path, model, tokenizer35, run):
@@ -89,6 +113,17 @@ def test_yarn(tmp_path, tokenizer35):
     yarn = {"factor": 4.0, "original": 1024}
     expected, factor = reference.rope_frequencies({"head_dim": 64, "rotary_dim": 16, "theta": 1e7, "yarn": yarn})
     assert np.array_equal(found.freq, expected.astype(np.float32)) and np.float32(factor) == found.factor
+
+
+@pytest.mark.parametrize("width, plain", [(64, "-t 0.7 -p 0.8 -k 20 -a 1.5"), (1024, "-t 1 -p 1 -k 20 -a 2")])
+def test_settings_of_the_cards(tmp_path, tokenizer35, width, plain):
+    """They hold if the checkpoint has none; Qwen3.5-0.8B has its own, by its width. Greedy answers have no penalty."""
+    folder = deltas.save(tmp_path / "hf", *deltas.Delta("dense", hidden_size=width).published(), tokenizer35, STRIPS)
+    (folder / "generation_config.json").write_text('{"eos_token_id": 1}')
+    out = export(folder, tmp_path / "out.bin")
+    for options, expected in ((), plain), (("-r", 1), "-t 1 -p 0.95 -k 20 -a 1.5"), (("-t", 0), "-a 0"), (("-a", 1), "-a 1 "):
+        err = qwen3(out, "-i", "Hi", "-n", 1, "-v", *options).stderr.decode()
+        assert expected in re.search("sampling: .*", err)[0]
 
 
 STRIPS = """{% for m in messages %}{% set text = m.content | trim %}
