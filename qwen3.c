@@ -729,11 +729,10 @@ static void run_experts(Model *m, const Layer *layer) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// The whole model, for one token. Part III computes the same bits for many tokens at once. It calls
+// The whole model, for one token. Part III computes the same bits for many at once. It calls
 // rmsnorm, dot_of, silu_times, quantize, add, embed, rope_angles, norm_and_rope, choose_experts,
-// convolve, make_unit, rates_of, norm_and_gate and what these call. It has its own form of the
-// other functions from dot_row to compute_logits, and Part II has its own run_text and
-// encode_piece: change both forms together.
+// convolve, make_unit, rates_of, norm_and_gate and what these call. Of the others from dot_row to
+// compute_logits it has its own form, Part II of run_text and encode_piece: change both.
 
 // Runs layer l: x of the token at position pos becomes x + attention, then x + feed-forward.
 static void run_layer(Model *m, int l, int pos) {
@@ -813,8 +812,7 @@ typedef struct {           // the text around the messages of a conversation: se
     Bytes no_system;       // then, if the first message is not a system message
     Bytes open[3];         // before a message, by role
     Bytes close[3];        // after it
-    Bytes answer_open[2];  // before the model's answer: [0] if it is not to think first (mostly
-                           // with an empty <think> block), [1] if it is
+    Bytes answer_open[2];  // before answers: [0] not to think (mostly empty <think>), [1] to think
     Bytes begun;           // before an answer whose beginning is given (not in files before 5.0)
     Bytes strip;           // </think>: all up to the last one is cut from an earlier answer,
     Bytes trim;            // and then any of these characters from the start of what is left
