@@ -2542,7 +2542,7 @@ static Options parse_options(int argc, char **argv) {
 //   | run        | wait to run     | free   |
 //   | first come ...     last come |        |
 //
-// What the machine keeps of a text that ended is a thing of its own, a Kept: see Many texts at once.
+// What the machine keeps of a text that ended is a struct of its own, Kept: see Many texts at once.
 
 enum { MOST_TEXTS = 32 };              // that run together
 enum { THINKS = -2, FIRST_IDS = -1 };  // Slot.choice: it thinks; then the TEXTs' first ids come
@@ -4903,7 +4903,11 @@ static const char *encode_line(List *l, Bytes line) {
     if (!error && own) error = take_choices(object, e->options.member, &e->next);
     if (error) return error;
     size_t size = 0;
-    for (size_t i = 0; i < talk->n; i++) size += talk->p[i].text.n;
+    for (size_t i = 0; i < talk->n; i++) {
+        const Bytes text = bytes_of(&talk->p[i].text);
+        const bool earlier = talk->p[i].role == ASSISTANT && i + 1 < talk->n;  // loses its thinking
+        size += text.n - (earlier ? thinking_length(&e->tokenizer.chat, text) : 0);
+    }
     error = too_large(e, size);
     if (error) return error;
     ids->n = 0;
