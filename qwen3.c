@@ -1161,6 +1161,27 @@ typedef struct Text {  // add_text makes it (Part II) of a prompt that has ids a
     struct Slot *slot;     // what else Part II keeps of it
 } Text;
 
+// What run_text does with a text after an id has run. Each returns the text's Ending.
+static Ending draw_next(const Tokenizer *tok, Text *text, float *logits);   // draws its next id
+static Ending score_next(const Tokenizer *tok, Text *text, float *logits);  // or scores it
+static Ending embed_text(const Model *m, Text *text, float *x);             // or makes x a result
+
+// Runs a text to its end, one token at a time. (Part II runs many, and guesses ids: see Drafts.)
+static void run_text(Model *m, const Tokenizer *tok, Text *text) {
+    const Ids *ids = &text->ids;
+    while (text->ending == GOES_ON) {
+        if (!forward(m, ids->p[text->n_run], (int)text->n_run)) {
+            text->ending = INTERRUPTED;
+            break;
+        }
+        text->n_run++;
+        if (text->n_run < text->target) continue;  // the next id is taken as it is
+        if (text->embeds) text->ending = embed_text(m, text, m->state.x);
+        else if (text->target == ids->n) text->ending = draw_next(tok, text, compute_logits(m));
+        else text->ending = score_next(tok, text, compute_logits(m));
+    }
+}
+
 static bool is_stop(const Tokenizer *tok, int id) {
     for (size_t i = 0; i < tok->stop.n; i++) {
         if (tok->stop.p[i] == id) return true;
@@ -1189,7 +1210,7 @@ static Ending append_id(const Tokenizer *tok, Text *text, int id) {
 // Calls append_id for a drawn id. Ends thinking after N ids (option -r N) or at repeats. (Part II)
 static Ending accept_id(const Tokenizer *tok, Text *text, int id);
 
-// Draws a text's next id and overwrites the logits, of the id before. Returns as append_id.
+// Overwrites the logits (of the id before). Returns as append_id.
 static Ending draw_next(const Tokenizer *tok, Text *text, float *logits) {
     if (text->ids.n == text->max_ids) return LIMIT_REACHED;  // -n 0, or -o
     const int id = sample(&text->sampler, logits, tok->vocab_size);
@@ -1230,22 +1251,6 @@ static Ending embed_text(const Model *m, Text *text, float *x) {
     const double length = fmax(sqrt(squares), 1e-12);
     for (int i = 0; i < dim; i++) add_to_vector(text, x[i] / length);
     return isfinite(squares) ? COMPLETE : FAILED;
-}
-
-// Runs a text to its end, one token at a time. (Part II runs many, and guesses ids: see Drafts.)
-static void run_text(Model *m, const Tokenizer *tok, Text *text) {
-    const Ids *ids = &text->ids;
-    while (text->ending == GOES_ON) {
-        if (!forward(m, ids->p[text->n_run], (int)text->n_run)) {
-            text->ending = INTERRUPTED;
-            break;
-        }
-        text->n_run++;
-        if (text->n_run < text->target) continue;  // the next id is taken as it is
-        if (text->embeds) text->ending = embed_text(m, text, m->state.x);
-        else if (text->target == ids->n) text->ending = draw_next(tok, text, compute_logits(m));
-        else text->ending = score_next(tok, text, compute_logits(m));
-    }
 }
 
 // ------------------------------------------------------------------------------------------------
