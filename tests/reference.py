@@ -605,7 +605,9 @@ def piece(token):
     """A token's bytes as a JSON string, \ufffd for each that is not UTF-8."""
     def escape(match):
         c = match[0]
-        return "\\" + c if c in '"\\' else "\\ufffd" if c >= "\udc80" else f"\\u{ord(c):04x}"
+        if c in '"\\\b\f\n\r\t':
+            return json.dumps(c)[1:-1]
+        return "\\ufffd" if c >= "\udc80" else f"\\u{ord(c):04x}"
     text = token.decode("utf-8", "surrogateescape")
     return '"' + re.sub('["\\\\\0-\x1f\x7f-\x9f\udc80-\udcff]', escape, text) + '"'
 
