@@ -482,12 +482,10 @@ static void qkv(Model *m, int l, int pos) {
         add(k, layer->bk, c->kv_dim);
         add(v, layer->bv, c->kv_dim);
     }
-    for (int i = 0; i < c->n_heads; i++) {
+    for (int i = 0; i < c->n_heads; i++)
         norm_and_rope(c, q + i * c->head_dim, layer->q_norm, s->cos, s->sin);
-    }
-    for (int i = 0; i < c->n_kv_heads; i++) {
+    for (int i = 0; i < c->n_kv_heads; i++)
         norm_and_rope(c, k + i * c->head_dim, layer->k_norm, s->cos, s->sin);
-    }
     if (c->cache_bits == 8) {
         // Qwen2.5's bk has elements 100 times the others. Rope hardly turns them: so k - bk,
         // without them, has finer groups. All scores of a q lose the same q . bk: its shares stay.
@@ -1161,10 +1159,11 @@ typedef struct Text {  // add_text makes it (Part II) of a prompt that has ids a
     struct Slot *slot;     // what else Part II keeps of it
 } Text;
 
-// What run_text does with a text after an id has run. Each returns the text's Ending.
-static Ending draw_next(const Tokenizer *tok, Text *text, float *logits);   // draws its next id
-static Ending score_next(const Tokenizer *tok, Text *text, float *logits);  // or scores it
-static Ending embed_text(const Model *m, Text *text, float *x);             // or makes x a result
+// What run_text does with a text after an id has run. Each Ending is the text's.
+static Ending draw_next(const Tokenizer *tok, Text *text, float *logits);  // draws its next id,
+static double nll_of(const Tokenizer *tok, float *logits, int id);         // or scores it
+static Ending add_nll(Text *text, double nll);
+static Ending embed_text(const Model *m, Text *text, float *x);            // or makes x a result
 
 // Runs a text to its end, one token at a time. (Part II runs many, and guesses ids: see Drafts.)
 static void run_text(Model *m, const Tokenizer *tok, Text *text) {
@@ -1178,14 +1177,13 @@ static void run_text(Model *m, const Tokenizer *tok, Text *text) {
         if (text->n_run < text->target) continue;  // the next id is taken as it is
         if (text->embeds) text->ending = embed_text(m, text, m->state.x);
         else if (text->target == ids->n) text->ending = draw_next(tok, text, compute_logits(m));
-        else text->ending = score_next(tok, text, compute_logits(m));
+        else text->ending = add_nll(text, nll_of(tok, compute_logits(m), ids->p[text->target]));
     }
 }
 
 static bool is_stop(const Tokenizer *tok, int id) {
-    for (size_t i = 0; i < tok->stop.n; i++) {
+    for (size_t i = 0; i < tok->stop.n; i++)
         if (tok->stop.p[i] == id) return true;
-    }
     return false;
 }
 
@@ -1232,10 +1230,6 @@ static Ending add_nll(Text *text, double nll) {
     text->target++;
     if (!isfinite(text->nll)) return FAILED;
     return text->target < text->ids.n ? GOES_ON : COMPLETE;
-}
-
-static Ending score_next(const Tokenizer *tok, Text *text, float *logits) {
-    return add_nll(text, nll_of(tok, logits, text->ids.p[text->target]));
 }
 
 static void add_to_vector(Text *text, double number);  // appends it to the result (Part II)
