@@ -3392,117 +3392,102 @@ static Bytes strip_message(const Tokenizer *tok, Bytes text) {
     return tok->chat.strips ? (Bytes){bytes_from(text, start).p, end ? end - start : 0} : text;
 }
 
-// Returns an offset in a raw prompt. Whatever follows the prompt, what is before the offset has the
-// same ids, and the rest is encoded as if it stood alone: a piece ends there, behind a letter or a
-// number, and no added token that the prompt begins and a TEXT ends can begin before it.
-static size_t find_cut(const Tokenizer *tok, Bytes text) {
+// Returns how many ids of a raw prompt need not be encoded anew with each TEXT, and takes away what
+// they stand for. After them a piece begins, behind a letter or a number, whatever follows, and no
+// added token that ends in a TEXT can begin before. No bytes make the prefix; of no text, any id.
+static size_t keep_ids(const Tokenizer *tok, const Ids *ids, Bytes *prompt) {
+    const Bytes text = strip_end(tok, *prompt);
     const bool normalized = tok->tables->has_normalized;  // NFC may make such a token shorter
     size_t most = text.n - min_size(text.n, normalized ? 4 * LONGEST_ADDED : LONGEST_ADDED);
     while (!normalized && most < text.n && !tok->tables->added_start[text.p[most]]) most++;
-    size_t cut = 0;
-    for (size_t at = 0, class = OTHER; at < text.n && at <= most;) {
-        const Char c = char_at(tok, text, at);
-        const bool ends = class == NUMBER || class == LETTER;
-        if (ends && c.class != LETTER && !is_active(tok, c)) cut = at;
-        class = c.class;
-        at += c.n;
-    }
-    return cut;
-}
-
-// Returns how many ids of a raw prompt need not be encoded anew with each TEXT, and takes away what
-// they stand for. These are at least the ids that no bytes make: the prefix; of no text all.
-static size_t keep_ids(const Tokenizer *tok, const Ids *ids, Bytes *prompt) {
-    const Bytes text = strip_end(tok, *prompt);
-    const size_t cut = find_cut(tok, text);
-    Ids kept = {0};
     if (text.n == 0) return ids->n;
-    encode_part(tok, (Bytes){text.p, cut}, true, &kept);
-    const bool same = kept.n <= (ids->n - tok->prefix.n)  // else the cut is inside an added token
-        && (kept.n == 0 || !memcmp(kept.p, ids->p + tok->prefix.n, kept.n * sizeof(int)));
-    if (same) *prompt = bytes_from(*prompt, cut);
-    free(kept.p);
-    return tok->prefix.n + (same ? kept.n : 0);
-}
-
-static int compare_bytes(Bytes a, Bytes b) {
-    const int order = memcmp(a.p, b.p, min_size(a.n, b.n));
-    return order ? order : (a.n > b.n) - (a.n < b.n);
+    for (size_t n = ids->n, at = text.n; n > tok->prefix.n;) {
+        const Bytes token = tok->text[ids->p[--n]];
+        if (token.n >= at || memcmp(text.p + at - token.n, token.p, token.n) != 0) break;  // by NFC
+        at -= token.n;
+        size_t last = at - 1;  // where the character before begins
+        while (last > 0 && (text.p[last] & 0xC0) == 0x80) last--;
+        const Char c = char_at(tok, text, at), before = char_at(tok, text, last);
+        const bool ends = before.class == LETTER || before.class == NUMBER;
+        const bool begins = c.class != LETTER && c.c < BAD_BYTE && !is_active(tok, c);
+        if (at > most || !ends || !begins) continue;
+        *prompt = bytes_from(*prompt, at);
+        return n;
+    }
+    return tok->prefix.n;
 }
 
 // The order of ids: one that begins others comes before them. Then that of texts, then of places
 static int compare_choices(const void *a, const void *b) {
     const Choice *x = *(Choice *const *)a, *y = *(Choice *const *)b;
-    const Ids *i = &x->ids, *k = &y->ids;
-    int order = compare_bytes((Bytes){(uint8_t *)i->p, i->n * sizeof(int)},
-                              (Bytes){(uint8_t *)k->p, k->n * sizeof(int)});
-    if (order == 0) order = compare_bytes(bytes_of(&x->text), bytes_of(&y->text));
+    int order = memcmp(x->ids.p, y->ids.p, min_size(x->ids.n, y->ids.n) * sizeof(int));
+    if (order == 0) order = (x->ids.n > y->ids.n) - (x->ids.n < y->ids.n);
+    if (order == 0) order = (x->text.n > y->text.n) - (x->text.n < y->text.n);
+    if (order == 0) order = memcmp(x->text.p, y->text.p, x->text.n);
     return order ? order : (x > y) - (x < y);
 }
 
-// Finds the given answers that begin another one, or are as another one. Returns one of these.
-static const Choice *compare_all(Choices *all) {
-    Choice **sorted = grow(NULL, &(size_t){0}, 0, all->n, sizeof(*sorted)), *equal = NULL;
-    bool begins = false;
+// Finds the given answers that begin another one, or are as another one.
+static void compare_all(Choices *all) {
+    Choice **sorted = grow(NULL, &(size_t){0}, 0, all->n, sizeof(*sorted));
     for (int i = 0; i < all->n; i++) sorted[i] = &all->p[i];
     qsort(sorted, all->n, sizeof(*sorted), compare_choices);
-    for (int i = all->n - 1; i >= 0; i--) {  // what c begins, if anything, comes next
-        Choice *c = sorted[i], *next = i + 1 < all->n ? sorted[i + 1] : NULL;
-        const bool fits = next && next->n_tokens >= c->n_tokens
-            && !memcmp(c->ids.p, next->ids.p, (all->before + c->n_tokens) * sizeof(int));
-        const bool same = fits && next->n_tokens == c->n_tokens;
-        if (same) next->same_ids = true;
-        if (same) next->same_text = bytes_equal(bytes_of(&c->text), bytes_of(&next->text));
-        if (same) equal = next;
-        else begins = fits;
-        if (begins) ids_add(&c->ids, ANY_STOP);
+    for (int i = all->n - 2; i >= 0; i--) {  // what c begins, if anything, comes next
+        Choice *c = sorted[i], *next = sorted[i + 1];
+        const size_t n = c->ids.n;
+        if (next->ids.n < n || memcmp(c->ids.p, next->ids.p, n * sizeof(int)) != 0) continue;
+        next->same_ids = next->n_tokens == c->n_tokens;
+        next->same_text = next->same_ids && bytes_equal(bytes_of(&c->text), bytes_of(&next->text));
+        if (next->ids.n > n) ids_add(&c->ids, ANY_STOP);  // or both begin what comes after next
     }
     free(sorted);
-    return equal;
 }
 
-// Encodes the given answers of the next text. With `ids` of its raw prompt, prompt and TEXT are
-// encoded together, as lm-evaluation-harness does: the first ids->n ids are the prompt's.
-// (encode_text has left out its last blanks.) A TEXT's ids begin with the prompt's end, from the
-// first id on that another encoding changes for any TEXT. Returns what is wrong, or NULL.
-static const char *encode_choices(Engine *e, Bytes prompt, const Ids *ids) {
+// Encodes the given answers of the next text, each together with its raw prompt (a chat's is
+// empty), as lm-evaluation-harness does: the first ids are those of e->prompt. (encode_text has
+// left out its last blanks.) A TEXT's ids begin with the prompt's end, from the first id on that
+// another encoding changes for any TEXT. Returns what is wrong, or NULL.
+static const char *encode_choices(Engine *e, Bytes prompt) {
     const Tokenizer *tok = &e->tokenizer;
+    const Ids *ids = &e->prompt;
     Choices *all = &e->next;
+    Choice *const end = all->p + all->n;
+    const size_t kept = keep_ids(tok, ids, &prompt), context = e->model.context;
+    const size_t closing = e->may_think ? e->budget_text.n + 1 : 0;
+    size_t same = ids->n;
     Buffer text = {0};
     if (all->n == 0) return NULL;  // reserve stays 0
-    const size_t kept = ids ? keep_ids(tok, ids, &prompt) : 0, n = ids ? ids->n : 0;
-    const size_t closing = e->may_think ? e->budget_text.n + 1 : 0, context = e->model.context;
-    const size_t room = context - min_size(context, e->prompt.n + closing);
-    size_t same = n;
-    if (ids && (prompt.n + 40.0) * all->n > 20e6)
+    if (prompt.n && (prompt.n + 40.0) * all->n > 20e6)
         return say("too long, expected a shorter last word: all answers encode its %zu bytes anew",
                    prompt.n);
-    for (Choice *c = all->p; c < all->p + all->n && !interrupted; c++) {
-        text.n = 0;
-        if (ids) buffer_add(&text, prompt);
+    buffer_add(&text, prompt);
+    for (Choice *c = all->p; c < end && !interrupted; c++) {
+        text.n = prompt.n;
         buffer_add(&text, bytes_of(&c->text));
         encode_part(tok, bytes_of(&text), e->mode == GENERATE, &c->ids);
         for (size_t i = kept; i < same; i++)
             if (i - kept == c->ids.n || c->ids.p[i - kept] != ids->p[i]) same = i;
     }
     free(text.p);
-    all->before = n - same;
-    for (Choice *c = all->p; c < all->p + all->n && !interrupted; c++) {
-        const char *wrong = NULL;
+    if (interrupted) return NULL;
+    all->before = ids->n - same;
+    for (Choice *c = all->p; c < end; c++) {
         c->ids.n -= same - kept;
         memmove(c->ids.p, c->ids.p + same - kept, c->ids.n * sizeof(int));
         c->n_tokens = c->ids.n - min_size(c->ids.n, all->before);
         if (c->n_tokens + closing > e->reserve) e->reserve = c->n_tokens + closing;
+    }
+    compare_all(all);
+    for (Choice *c = all->p; c < end; c++) {
+        const char *wrong = c->n_tokens > 0 ? NULL : "adds no token to the prompt";
         for (size_t i = all->before; i < c->ids.n; i++)
             if (is_stop(tok, c->ids.p[i])) wrong = "has a token that ends answers, expected none";
-        if (c->n_tokens == 0) wrong = "adds no token to the prompt";
-        if (c->n_tokens > room) wrong = "too long, expected to fit into the context (-c) after it";
+        if (ids->n + c->n_tokens + closing > context)
+            wrong = "too long, expected to fit into the context (-c) after it";
+        if (c->same_ids && e->kind == CHOICES) wrong = "has the same tokens as another answer";
         if (wrong) return say("%.*s: %s", (int)min_size(c->text.n, 200), c->text.p, wrong);
     }
-    const Choice *equal = interrupted ? NULL : compare_all(all);
-    if (!equal || e->kind == OWN_CHOICES) return NULL;
-    return say("%.*s: has the same tokens as another answer", (int)min_size(equal->text.n, 200),
-               equal->text.p);
+    return NULL;
 }
 
 // Closes the thinking, if any, in spite of -n, and lets the last id run once more: its logits score
@@ -4379,7 +4364,7 @@ static void prepare_answers(Engine *e) {
     if (e->mode == CHAT) stop_at_turn_end(&e->tokenizer);
     encode_part(&e->tokenizer, bytes(end_of_budget), true, &e->budget_text);
     encode_part(&e->tokenizer, bytes("\n\n"), true, &e->after_think);
-    const char *error = encode_choices(e, (Bytes){0}, NULL);
+    const char *error = encode_choices(e, (Bytes){0});
     if (error) die("-o: %s", error);
 }
 
@@ -4913,7 +4898,7 @@ static const char *encode_line(List *l, Bytes line) {
     if (chat) render(&e->tokenizer, talk, 0, e->switched_on, ids);
     else encode_text(e, bytes_of(&talk->p[0].text), ids);
     error = interrupted ? NULL : wrong_length(e, empty, ids);
-    if (!error && own) error = encode_choices(e, bytes_of(&talk->p[0].text), chat ? NULL : ids);
+    if (!error && own) error = encode_choices(e, chat ? (Bytes){0} : bytes_of(&talk->p[0].text));
     if (!error) check_blanks(e);
     return error;
 }
