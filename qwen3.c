@@ -4177,12 +4177,13 @@ static int take_command(Bytes *text, Bytes *word) {
 }
 
 static void run_script(Engine *e) {
-    static Lines in = {.fd = STDIN_FILENO, .name = "stdin", .most = INT_MAX};
+    Lines in = {.fd = STDIN_FILENO, .name = "stdin", .most = INT_MAX};
     size_t n = 0;
     for (Bytes line; !interrupted && next_line(&in, &line, true);) {
         check_utf8(e, in.name, ++n, line);
         chat_turn(e, chop(line));
     }
+    free(in.data.p);
 }
 
 // Reads a message from a terminal into e->input. Lines that arrive together are a paste, which
