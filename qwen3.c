@@ -2307,20 +2307,21 @@ static void merge_piece(const Tokenizer *tok, Bytes piece, Ids *out) {
 // and options: what the command line says
 
 enum { CHOICES = N_MODES, OWN_CHOICES };  // OWN_CHOICES: -o @NAME
+#define REASON "error"                    // the member that says why a line has no result
 
 static const struct {
     const char *name;        // for -m
     bool has_answers;        // tokens are drawn
     size_t least;            // the fewest tokens of a text
-    const char *members[7];  // that its result adds to an object of a list (see Results)
+    const char *members[7];  // that add_result adds to an object of a list, in this order; NULL
 } modes[] = {
-    [CHAT] = {"chat", true, 1, {"answer", "end", "error"}},
-    [GENERATE] = {"generate", true, 1, {"answer", "end", "error"}},
-    [TOKENIZE] = {"tokenize", false, 0, {"ids", "error"}},
-    [PERPLEXITY] = {"perplexity", false, 2, {"tokens", "nll", "ppl", "error"}},
-    [EMBED] = {"embed", false, 1, {"vector", "error"}},
-    [CHOICES] = {NULL, true, 1, {"choice", "p", "mass", "error"}},
-    [OWN_CHOICES] = {NULL, true, 1, {"choice", "p", "mass", "nll", "tokens", "error"}}};
+    [CHAT] = {"chat", true, 1, {"answer", "end", REASON}},
+    [GENERATE] = {"generate", true, 1, {"answer", "end", REASON}},
+    [TOKENIZE] = {"tokenize", false, 0, {"ids", REASON}},
+    [PERPLEXITY] = {"perplexity", false, 2, {"tokens", "nll", "ppl", REASON}},
+    [EMBED] = {"embed", false, 1, {"vector", REASON}},
+    [CHOICES] = {NULL, true, 1, {"choice", "p", "mass", REASON}},
+    [OWN_CHOICES] = {NULL, true, 1, {"choice", "p", "mass", "nll", "tokens", REASON}}};
 
 typedef struct {  // of the command line. Not given: NULL, or -1 without a default
     const char *model, *text, *file, *list, *json_list, *out, *system, *stop, *answers;
@@ -3825,8 +3826,8 @@ static void buffer_add_ids(Buffer *b, const Ids *ids, bool array) {
 #define NLL_DIGITS 6
 #endif
 
-// Appends the likeliest given answer, then the other members of modes[kind].
-static void buffer_add_choices(Buffer *out, const Slot *slot, int kind) {
+// Appends the likeliest given answer, then the other members, which have these names.
+static void buffer_add_choices(Buffer *out, const Slot *slot, const char *const *names) {
     const Choices *all = &slot->own.choices;
     const double *nll = slot->own.nll;
     double sum, mass;
@@ -3834,45 +3835,44 @@ static void buffer_add_choices(Buffer *out, const Slot *slot, int kind) {
     buffer_add_json(out, bytes_of(&all->p[best].text), false);
     for (int i = 0; i < all->n; i++) {
         if (all->p[i].same_text) continue;  // never the first
-        buffer_add(out, bytes(i ? "," : ",\"p\":{"));
+        buffer_add(out, bytes(i ? "," : say(",\"%s\":{", names[1])));
         buffer_add_json(out, bytes_of(&all->p[i].text), false);
         buffer_print(out, ":%.*g", SCORE_DIGITS, exp(nll[best] - nll[i]) / sum);
     }
-    buffer_print(out, "},\"mass\":%.*g", SCORE_DIGITS, mass);
-    if (kind == CHOICES) return;
+    buffer_print(out, "},\"%s\":%.*g", names[2], SCORE_DIGITS, mass);
+    if (slot->engine->kind == CHOICES) return;
     for (int i = 0; i < all->n; i++)
-        buffer_print(out, "%s%.*g", i ? "," : ",\"nll\":[", SCORE_DIGITS, nll[i]);
+        buffer_print(out, "%s%.*g", i ? "," : say(",\"%s\":[", names[3]), SCORE_DIGITS, nll[i]);
     for (int i = 0; i < all->n; i++)
-        buffer_print(out, "%s%zu", i ? "," : "],\"tokens\":[", all->p[i].n_tokens);
+        buffer_print(out, "%s%zu", i ? "," : say("],\"%s\":[", names[4]), all->p[i].n_tokens);
     buffer_add(out, bytes("]"));
 }
 
-static void buffer_add_score(Buffer *out, const Text *t, bool object) {
+static void buffer_add_score(Buffer *out, const Text *t, const char *const *names, bool object) {
     const size_t n = t->slot->own.all.n - 1;
     const double nll = t->nll / n, ppl = exp(nll), most = object ? DBL_MAX : INFINITY;  // of JSON
-    buffer_print(out, object ? "%zu,\"nll\":%.*f,\"ppl\":%.4f" : "tokens %zu nll %.*f ppl %.4f", n,
-                 NLL_DIGITS, nll, fmin(ppl, most));
+    if (!object) buffer_print(out, "%s ", names[0]);
+    buffer_print(out, object ? "%zu,\"%s\":%.*f,\"%s\":%.4f" : "%zu %s %.*f %s %.4f", n,
+                 names[1], NLL_DIGITS, nll, names[2], fmin(ppl, most));
 }
 
 // Ends a line with a text's result (TOKENIZE: the prompt's ids) or its error. These are members if
 // the line is an object already, or of given answers.
 static void add_result(Buffer *line, const Engine *e, const Text *t, const char *error) {
     const int kind = e->kind;
+    const char *const *names = modes[kind].members;
     if (kind == CHOICES && line->n == 0 && !error) buffer_add(line, bytes("{"));
     const bool object = line->n > 0;
-    if (object) buffer_print(line, "\"%s\":", modes[kind].members[0]);
-    if (error) buffer_add(line, bytes("null"));
-    else if (kind >= CHOICES) buffer_add_choices(line, t->slot, kind);
+    if (object) buffer_print(line, "\"%s\":", names[0]);
+    if (error) buffer_add(line, bytes(object ? "null,\"" REASON "\":" : "null"));
+    else if (kind >= CHOICES) buffer_add_choices(line, t->slot, names);
     else if (kind == EMBED) buffer_add(line, bytes_of(&t->slot->own.out));
     else if (kind == TOKENIZE) buffer_add_ids(line, &e->prompt, object);
-    else if (kind == PERPLEXITY) buffer_add_score(line, t, object);
+    else if (kind == PERPLEXITY) buffer_add_score(line, t, names, object);
     else buffer_add_json(line, bytes_of(&t->slot->own.out), false);
-    if (object && error) {
-        buffer_add(line, bytes(",\"error\":"));
-        buffer_add_json(line, bytes(error), false);
-    } else if (object && modes[kind].has_answers && kind < CHOICES) {
-        buffer_print(line, ",\"end\":\"%s\"", endings[t->ending].name);
-    }
+    if (object && error) buffer_add_json(line, bytes(error), false);
+    else if (object && modes[kind].has_answers && kind < CHOICES)
+        buffer_print(line, ",\"%s\":\"%s\"", names[1], endings[t->ending].name);
     buffer_add(line, bytes(object ? "}\n" : "\n"));
 }
 
@@ -5028,8 +5028,8 @@ static int run_list(List *l) {
 // Returns whether a line is null, or an object that this program gave its "error".
 static bool lacks_result(Engine *e, Bytes line) {
     const Json j = {.rest = line, .n = line.n, .text = &e->input};
-    return bytes_are(chop(line), "null") || (find_last(line, bytes(":null,\"error\":\"")) &&
-                                             json_member(j, "error").rest.n);  // no inner object's
+    return bytes_are(chop(line), "null") || (find_last(line, bytes(":null,\"" REASON "\":\"")) &&
+                                             json_member(j, REASON).rest.n);  // no inner object's
 }
 
 // FILE takes the place of stdout. Its lines are counted, and the last ones are kept.
