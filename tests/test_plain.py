@@ -191,7 +191,7 @@ def all_digits(tmp_path_factory):
 def test_bits_of_lists_made_to_hurt(model, name, bits, all_digits, tokenizer, tmp_path):
     """More lines than places (as many as -b); in the end with texts whose numbers are not finite."""
     programs = all_digits / "qwen3-plain", all_digits / "tests/test"
-    for seed in range(5):
+    for seed in range(1 if name == "delta" else 5):     # plain delta layers are slow
         hurt(*programs, model(name, bits), seed, 14)
     if bits == 8 and name != "delta":
         for value in float("nan"), float("inf"):
