@@ -891,7 +891,7 @@ def test_very_long_lines(tiny, tmp_path):
             file.write(b"Hello\n")
             file.seek(size, os.SEEK_CUR)
             file.write(b"\nHello\n")
-        result = qwen3(tiny, "-l", path, "-m", mode, "-q", *[*GREEDY, "-n", 9][:4 * (mode == "chat")])
+        result = qwen3(tiny, "-l", path, "-m", mode, "-qq", *[*GREEDY, "-n", 9][:4 * (mode == "chat")])
         line = alone(tiny, b"Hello", *[*GREEDY, "-n", 9][:4 * (mode == "chat")], mode=mode)
         assert result.returncode == 1 and result.stdout.split(b"\n") == [line, b"null", line, b""]
         assert errors_of(result.stderr, bytes(path)).keys() == {2}
