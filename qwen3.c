@@ -2649,6 +2649,7 @@ typedef struct Engine {  // the program's state
 } Engine;
 
 static bool has_state(const Engine *e) { return state_size(&e->model.config) > 0; }
+static bool chooses(const Engine *e) { return e->kind >= CHOICES; }  // among given answers (-o)
 
 // Returns how many Kepts there are. With states, some are at marks that texts share.
 static int count_kept(const Engine *e) {
@@ -3315,17 +3316,17 @@ static Ending add_id(const Tokenizer *tok, Text *t, int id) {
 static Ending accept_id(const Tokenizer *tok, Text *t, int id) {
     Slot *slot = t->slot;
     const Engine *e = slot->engine;
-    const bool chooses = e->kind >= CHOICES, was_thinking = slot->thinking;
-    if (chooses && !was_thinking && id != tok->think) return COMPLETE;  // this id is dropped
+    const bool was_thinking = slot->thinking;
+    if (chooses(e) && !was_thinking && id != tok->think) return COMPLETE;  // this id is dropped
     Ending ending = add_id(tok, t, id);
-    if (!slot->thinking) return chooses ? COMPLETE : ending;
+    if (!slot->thinking) return chooses(e) ? COMPLETE : ending;
     slot->thought += was_thinking && ending != COMPLETE;  // <think> and a stop id do not count
     const bool spent = e->options.think > 1 && slot->thought >= e->options.think;  // -r N
     const bool closes = ending == GOES_ON ? spent
-        : chooses || (ending == REPEATS && slot->closed_by != REPEATS);  // else the answer ends
+        : chooses(e) || (ending == REPEATS && slot->closed_by != REPEATS);  // else the answer ends
     if (!closes) return ending == COMPLETE ? IN_THINKING : ending;
     slot->closed_by = ending;  // GOES_ON: BY_BUDGET
-    if (chooses) return COMPLETE;
+    if (chooses(e)) return COMPLETE;
     if (ending == REPEATS) t->repeats = 0;
     ending = GOES_ON;
     for (size_t i = 0; i < e->budget_text.n && ending == GOES_ON; i++)
@@ -3586,7 +3587,7 @@ static bool next_piece(Engine *e, Text *t) {
 static Text *add_text(Engine *e, const Ids *prompt, uint64_t rng, bool goes_on) {
     Text *t = e->order[e->n_texts++];
     const size_t n = prompt->n, vocab_size = e->tokenizer.vocab_size;
-    const size_t kept = e->kind >= CHOICES ? min_size(e->model.context, e->reserve + 1) : 0;
+    const size_t kept = chooses(e) ? min_size(e->model.context, e->reserve + 1) : 0;
     const Options *o = &e->options;
     Slot *slot = t->slot;
     Ids *all = &slot->own.all;
@@ -3614,8 +3615,8 @@ static Text *add_text(Engine *e, const Ids *prompt, uint64_t rng, bool goes_on) 
     size_t *mark = &slot->marks[0];  // the generation prompt: from there on the next turn differs
     if (has_state(e) && e->mode == CHAT && !t->writer->to) *mark = n - 1;
     while (*mark > 0 && !(e->tokenizer.kind[prompt->p[*mark]] & SPECIAL)) --*mark;
-    if (e->kind >= CHOICES && may_think) slot->marks[1] = n - 1;
-    if (e->kind >= CHOICES && !may_think) prepare_choices(e, t);
+    if (chooses(e) && may_think) slot->marks[1] = n - 1;
+    if (chooses(e) && !may_think) prepare_choices(e, t);
     return t;
 }
 
@@ -3633,8 +3634,7 @@ static void remove_text(Engine *e, Text *t) {
 
 // Goes on with the next piece or given answer of a text, or else frees its place and returns true.
 static bool end_text(Engine *e, Text *t) {
-    const bool more = e->kind >= CHOICES ? next_choice(e, t)
-                                         : e->kind == PERPLEXITY && next_piece(e, t);
+    const bool more = chooses(e) ? next_choice(e, t) : e->mode == PERPLEXITY && next_piece(e, t);
     if (more) t->ending = GOES_ON;
     else remove_text(e, t);
     return !more;
@@ -3647,7 +3647,7 @@ static bool end_text(Engine *e, Text *t) {
 
 // Returns whether ids are drawn: of answers, or with -o of thinking before them, unless -n is 0.
 static bool draws_ids(const Engine *e) {
-    return modes[e->mode].has_answers && (e->kind < CHOICES || (e->may_think && e->options.n));
+    return modes[e->mode].has_answers && (!chooses(e) || (e->may_think && e->options.n));
 }
 
 // Returns that a prompt of n ids, or as `more` says, is too long; NULL if it is not.
@@ -3865,13 +3865,13 @@ static void add_result(Buffer *line, const Engine *e, const Text *t, const char 
     const bool object = line->n > 0;
     if (object) buffer_print(line, "\"%s\":", names[0]);
     if (error) buffer_add(line, bytes(object ? "null,\"" REASON "\":" : "null"));
-    else if (kind >= CHOICES) buffer_add_choices(line, t->slot, names);
+    else if (chooses(e)) buffer_add_choices(line, t->slot, names);
     else if (kind == EMBED) buffer_add(line, bytes_of(&t->slot->own.out));
     else if (kind == TOKENIZE) buffer_add_ids(line, &e->prompt, object);
     else if (kind == PERPLEXITY) buffer_add_score(line, t, names, object);
     else buffer_add_json(line, bytes_of(&t->slot->own.out), false);
     if (object && error) buffer_add_json(line, bytes(error), false);
-    else if (object && modes[kind].has_answers && kind < CHOICES)
+    else if (object && modes[kind].has_answers && !chooses(e))
         buffer_print(line, ",\"%s\":\"%s\"", names[1], endings[t->ending].name);
     buffer_add(line, bytes(object ? "}\n" : "\n"));
 }
@@ -3998,7 +3998,7 @@ static bool respond(Engine *e) {
     const Text *t = run_request(e);
     e->rng = t->sampler.rng;
     for (size_t i = t->n_prompt; i < t->ids.n; i++) ids_add(&message->ids, t->ids.p[i]);
-    if (e->kind >= CHOICES && t->ending == COMPLETE) write_choices(t);
+    if (chooses(e) && t->ending == COMPLETE) write_choices(t);
     else writer_end(t->writer);
     report_answer(e, t);
     take_back(message, t->writer, &e->tokenizer);
@@ -4788,7 +4788,7 @@ static void count_text(List *l, const Text *t) {
     l->drawn += slot->drawn;
     l->endings[t->ending]++;
     l->in_thinking += slot->thinking;
-    if (l->e->kind >= CHOICES && t->ending == COMPLETE) find_likeliest(slot, &sum, &mass);
+    if (chooses(l->e) && t->ending == COMPLETE) find_likeliest(slot, &sum, &mass);
     l->unlikely += mass < 0.1;
     l->closed[slot->closed_by]++;
     l->pieces += l->e->mode == PERPLEXITY && slot->own.all.n > t->context;
