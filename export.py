@@ -660,8 +660,9 @@ def add_tensor(tensors: dict[str, Tensor], name: str, tensor: Tensor) -> None:
     more, shape = {name: tensor}, tensor.shape
     match = re.fullmatch(r"(layers\.\d+\.mlp\.)(?:experts|switch_mlp)"
                          r"\.(gate_up|gate|up|down)_proj(?:\.weight)?", name)
-    if match and len(shape) == 3 and shape[0] <= NUMBERS["num_experts"][1]:
-        kinds = match[2].split("_")
+    kinds = match[2].split("_") if match else []
+    if (match and len(shape) == 3 and shape[0] <= NUMBERS["num_experts"][1]
+            and shape[1] % len(kinds) == 0):
         rows, width = shape[1] // len(kinds), shape[2]
         more = {f"{match[1]}experts.{i}.{kind}_proj.weight":
                 tensor.part((i * len(kinds) + k) * rows * width, rows, width)
