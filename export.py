@@ -269,6 +269,7 @@ TOKENIZER_SIZE = 24 << 20  # bytes of tokenizer.json (Qwen3.5's: 13 or 20 MB) or
 MOST_TENSORS = 100_000  # in all files together; Qwen3-235B-A22B has 36,000
 MOST_IDS = 1000  # ids that end an answer, or that a post-processor adds to a text; as in qwen3.c
 LONGEST, LONGEST_ADDED = 1024, 128  # most bytes of a token, and of an added token; as in qwen3.c
+LONGEST_JOIN = 64  # most bytes that a chat template has between parts of a content; as in qwen3.c
 # First bytes, in small letters -> what was downloaded in place of a file
 SUBSTITUTES = {b"version https://git-lfs.github.com/spec/": "a Git LFS pointer",
                b"<!doctype html": "a web page", b"<html": "a web page"}
@@ -1547,7 +1548,8 @@ def find_join(template: str, variables: dict, pieces: Pieces) -> str | None:
     with suppress(ValueError):
         text = render_all(template, variables, [talk])[talk]
         found = re.search("PARTONE(.*)PARTTWO", text if isinstance(text, str) else "", re.DOTALL)
-        if found and pieces.render((("user", found[0]),), False) == text:
+        if (found and len(found[1].encode()) <= LONGEST_JOIN
+                and pieces.render((("user", found[0]),), False) == text):
             return found[1]
     return None
 
