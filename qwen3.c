@@ -4810,7 +4810,7 @@ static void end_line(List *l, size_t number, const Text *t, const char *error) {
 
 #define CSV_TO_JSON \
     "if this is CSV: python3 -c 'import csv, json, sys; [print(json.dumps(row)) for row in " \
-    "csv.DictReader(sys.stdin, delimiter=\",\")]' makes objects, for -L"
+    "csv.DictReader(sys.stdin, delimiter=\",\")]' makes objects, for -L (TSV: delimiter=\"\\t\")"
 
 // Says so, once, if line 1 looks like JSON or an old Mac's file, or if the list looks like a table:
 // by its name, a quote that stays open, or separators of which lines 1 to 3 have as many.
