@@ -6295,9 +6295,14 @@ static float *classify(Pass *p, int n) {
 static const char *version(void) { return "qwen3 " VERSION " (" SIMD ")\n"; }
 
 // Returns what alloc says of a cache of so many bytes that it can't get, of so many texts. It names
-// contexts that fit into half of that and into a quarter of the memory, and -b 1: for one text.
+// contexts that fit into half of that, a quarter of the memory and what is left, and -b 1: for one
+// text. (Less is left than ulimit -v says, because the model's file counts.)
 static const char *no_cache(const Config *c, int texts, double size) {
-    const double room = fmin(size / 2, memory_size() / 4), most = c->max_seq_len;
+    const double most = c->max_seq_len;
+    double room = fmin(size / 2, memory_size() / 4);
+    void *volatile probe;  // volatile: else a compiler may leave it out
+    while (!(probe = malloc((size_t)(room * 1.25))) && room > 1e6) room *= 0.75;
+    free(probe);
     Config packed = *c;
     packed.cache_bits = 8;
     return say("the KV cache (%s-c %.0f fits, or with -C 8 -c %.0f)", texts > 1 ? "-b 1 " : "",
