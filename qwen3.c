@@ -2864,8 +2864,7 @@ static void set_mark(Engine *e, const Text *t, size_t same) {
     }
 }
 
-// Returns true if a text that runs will soon have run a block or more of the same ids, beyond the n
-// that t can take now. Then t waits.
+// Returns true if a text will soon have run a block more of t's ids than the n it can take now.
 static bool should_wait(Engine *e, const Text *t, size_t n) {
     const size_t more = n + e->pass->block_len;
     for (int i = 0; i < e->n_running; i++) {
@@ -3135,7 +3134,7 @@ static struct Progress {
     size_t tokens;  // of the prompt that runs; 0: none does
     size_t layers;  // of the model
     size_t done;    // tokens times layers that ran
-    double start;   // when it began
+    double start;   // when that prompt began
     double painted; // when the line was last written
     bool shown;     // it is there
 } progress;
@@ -3149,8 +3148,8 @@ static void progress_end(void) {
 
 // Shows `label`, the rate of about `tokens` tokens, and the time for the rest: `part` of the work
 // is done (0: unknown), if the rate stays. (A prompt takes longer: attention reads more and more.)
-static void progress_show(double tokens, double part, const char *label) {
-    const double t = now(), seconds = t - progress.start, rate = tokens / seconds;
+static void progress_show(double start, double tokens, double part, const char *label) {
+    const double t = now(), seconds = t - start, rate = tokens / seconds;
     if (quiet || seconds < 2 || t < progress.painted + 0.1 || !is_terminal(STDERR_FILENO)) return;
     progress.painted = t;
     progress.shown = true;
@@ -3164,7 +3163,8 @@ INLINE void progress_add(int n) {
     progress.done += n;
     const size_t done = progress.done / progress.layers, all = progress.tokens;
     if (done == all) progress_end();
-    else progress_show(done, (double)done / all, say("%zu of %zu tokens", done, all));
+    else progress_show(progress.start, done, (double)done / all,
+                       say("%zu of %zu tokens", done, all));
 }
 
 // Writes results to stdout: to a terminal what it may show, after the progress.
@@ -3492,8 +3492,7 @@ static const char *encode_choices(Engine *e, Bytes prompt) {
     return NULL;
 }
 
-// Closes the thinking, if any, in spite of -n, and lets the last id run once more: its logits score
-// the TEXTs' first ids.
+// Closes any thinking, in spite of -n. The last id runs again: its logits score TEXTs' first ids.
 static void prepare_choices(Engine *e, Text *t) {
     const bool closed = e->mode == CHAT && t->ids.p[t->ids.n - 1] == e->tokenizer.end_think;
     const Ids *ids = t->slot->thinking ? &e->budget_text : closed ? &e->after_think : NULL;
@@ -4738,6 +4737,7 @@ enum { KNOWN_AGAIN = 8 };                       // whole lines of FILE that run 
 typedef struct {
     Engine *e;
     Lines in;
+    double start;           // when the run began
     size_t failed;          // lines that were an error
     size_t nameless;        // lines without the member of -o @NAME: only the first is reported
     bool silent;            // the line that is read is another one
@@ -4930,15 +4930,15 @@ static void add_line(List *l, Bytes line) {
 // Shows the progress, in texts. Those that run do not count yet: nobody knows how long they get.
 // But the oldest one is taken to need its age once more at least, because it may be the last.
 static void show_texts(const List *l) {
-    const double here = l->in_file + l->failed, time = now(), seconds = time - progress.start;
+    const double here = l->in_file + l->failed, time = now(), seconds = time - l->start;
     const double lines = file_size(l->in.fd) * l->read / fmax(l->in.taken, 1);
     const double all = fmax((l->in.ended ? l->read : floor(lines)) - here, 0);
     const double done = fmax((double)l->read - l->e->n_texts - here, 0);
     const double age = l->e->n_texts > 0 ? time - l->e->order[0]->slot->start : 0;
     const double part = all > 0 ? fmin(done / all, seconds / (seconds + age + 1e-9)) : 0;
     const char *of = l->in.ended ? " of" : " of about";
-    progress_show(l->e->n_rows, part, all > 0 ? say("%.0f%s %.0f texts", done, of, all)
-                                              : say("%.0f texts", done));
+    progress_show(l->start, l->e->n_rows, part, all > 0 ? say("%.0f%s %.0f texts", done, of, all)
+                                                        : say("%.0f texts", done));
 }
 
 // Reads lines and adds their texts while there are places. While texts run, it does not wait for
@@ -4961,7 +4961,7 @@ static bool admit_lines(List *l) {
 // Writes the notices and statistics of the whole list. Returns the program's exit status.
 static int report_list(const List *l) {
     const Options *o = &l->e->options;
-    const double seconds = now() - progress.start + 1e-9;
+    const double seconds = now() - l->start + 1e-9;
     const double rate = (l->prompt_tokens - l->cached + l->drawn) / seconds;
     const size_t lines = l->written > l->in_file ? l->written : l->in_file;  // that are there
     const size_t n = lines - l->in_file;
@@ -5000,7 +5000,7 @@ static int report_list(const List *l) {
 }
 
 static int run_list(List *l) {
-    progress = (struct Progress){.start = now()};
+    l->start = now();
     patience = 0;
     if (l->failed_in_file)
         notice("%s: lines without a result, which stay: %zu, the first is line %zu",
