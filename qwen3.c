@@ -4019,7 +4019,7 @@ static bool answer_last(Engine *e, bool again) {
     const size_t size = asked.p[asked.n - 1].text.n;  // of the question
     size_t first = system;
     if (!check_prompt(e, too_large(e, size))) return false;
-    for (;; first += (asked.n - first + 1) / 4 * 2) {  // half of the turns, of two messages each
+    for (;; first += ((asked.n - first) / 2 + 1) / 2 * 2) {  // half of the turns: 2 messages each
         render(&e->tokenizer, &asked, first, e->switched_on, &e->prompt);
         if (e->prompt.n + room <= context || first == asked.n - 1 || interrupted) break;
     }
