@@ -3581,8 +3581,7 @@ static bool next_piece(Engine *e, Text *t) {
     return true;
 }
 
-// Adds a prompt's text, to wait, in a free place. rng is its sampler's first state. goes_on: the
-// prompt ends after any thinking, in an answer.
+// Adds a prompt's text, to wait. rng: its sampler's first state. goes_on: it ends in an answer.
 static Text *add_text(Engine *e, const Ids *prompt, uint64_t rng, bool goes_on) {
     Text *t = e->order[e->n_texts++];
     const size_t n = prompt->n, vocab_size = e->tokenizer.vocab_size;
@@ -4380,6 +4379,7 @@ static int choose_context(const Engine *e) {
     return context;
 }
 
+// In this order: the context needs the mode and the cache's bits, a pass the context and texts.
 static void load_model(Engine *e) {
     const Options *o = &e->options;
     Config *c = &e->model.config;
