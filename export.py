@@ -638,16 +638,19 @@ def open_checkpoint(folder: Path, family: Family) -> dict[str, Tensor]:
             refuse(folder / INDEX, "its shards hold other tensors (download them again)",
                    "those that it lists", f"a difference in {list_names(wrong)}")
         for name, tensor in of_file.items():
-            name = re.sub(r"^model\.(language_model\.)?", "", name)
-            if not name.startswith(family.left_out):
+            mlx = family.has_delta and name.startswith("language_model.")
+            name = re.sub(r"^(language_model\.|model\.)+", "", name)
+            if not name.startswith(family.left_out + ("vision_tower.",)):  # MLX's visual.
                 kind = re.sub(r"^layers\.\d+\.", "", name) if family.has_delta else ""
-                add_tensor(tensors, name, tensor._replace(change=DELTA_CHANGES.get(kind)))
+                change, shape = DELTA_CHANGES.get(kind), tensor.shape
+                if mlx:  # its norms have their 1, its convolutions are (channels, taps, one)
+                    change, shape = None if "norm" in kind else change, shape[:1] + shape[:0:-1]
+                add_tensor(tensors, name, tensor._replace(change=change, shape=shape))
     return tensors
 
 
-# What the numbers of OUT.bin are of those of a checkpoint with a delta rule: its norms, but for
-# one, multiply by 1 + w; decays have no logarithm; of a convolution tap 0 comes first, for all
-# channels.
+# Makes OUT.bin's numbers of those of a delta rule's checkpoint: norms, but for one, multiply by
+# 1 + w; decays have no logarithm; of convolutions tap 0 comes first, for all channels.
 DELTA_CHANGES = dict.fromkeys(
     ["norm.weight", "input_layernorm.weight", "post_attention_layernorm.weight",
      "self_attn.q_norm.weight", "self_attn.k_norm.weight"], lambda w: w + np.float32(1)) | {
@@ -1458,8 +1461,7 @@ def make_unicode_sections(nfc: bool, letters: str) -> dict[str, bytes]:
              and char in (text := decompose(high + char + low))  # else decomposed before the sort
              and text != high + char + low}
     # `nfcq`: NFC changes them or may compose them with the character before (the quick check).
-    # `nfcd`, `nfcc`: rows of a character, a number and the part of that number; of a pair and what
-    # it becomes.
+    # `nfcd`, `nfcc`: rows of a character, a number and that part of it; of a pair and what it makes.
     changed, decomposed, composed = {}, [], []
     for char in CHARACTERS:
         if (parts := decompose(char)) == char:

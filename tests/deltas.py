@@ -103,6 +103,18 @@ class Delta:
                 "tie_word_embeddings": text.pop("tie_word_embeddings"), "vision_config": {"depth": 1, "hidden_size": 8},
                 "image_token_id": 248056}, tensors | more | {"model.visual.pos_embed.weight": np.ones((4, 8), np.float32)}
 
+    def mlx(self) -> tuple[dict, dict[str, np.ndarray]]:
+        """As mlx-vlm saves them: norms have their 1, convolutions are (channels, taps, one)."""
+        config, tensors = self.published()
+        tensors = {name.replace("model.language_model.", "language_model.model.").replace("lm_head", "language_model.lm_head")
+                   .replace("model.visual", "vision_tower"): x for name, x in tensors.items()}
+        for name, x in tensors.items():
+            if name.endswith("norm.weight") and "linear_attn" not in name:
+                tensors[name] = x + np.float32(1)
+            elif "conv1d" in name:
+                tensors[name] = x.swapaxes(1, 2)
+        return config, tensors
+
 
 def bf16(x: np.ndarray) -> np.ndarray:
     return (np.ascontiguousarray(x, np.float32).view(np.uint32) >> 16 << 16).view(np.float32)

@@ -37,6 +37,18 @@ def test_eight_bits(tmp_path, model, tokenizer35, layout, group):
     assert out.read_bytes() == reference.Model.from_tensors(config, tensors, group=group).to_bytes()
 
 
+def test_mlx(tmp_path, model, tokenizer35, run):
+    """With a checkpoint's convolutions its norms would need a 1: then nobody knows."""
+    model.tensors |= {name: deltas.bf16(x + 1) - 1 for name, x in model.tensors.items()
+                      if name.endswith("norm.weight") and "linear_attn" not in name}  # BF16 has x + 1
+    config, tensors = model.mlx()
+    out = export(deltas.save(tmp_path / "hf", config, tensors, tokenizer35), tmp_path / "out.bin")
+    assert out.read_bytes() == reference.Model.from_tensors(*model.published()).to_bytes()
+    tensors = {name: x.swapaxes(1, 2) if "conv1d" in name else x for name, x in tensors.items()}
+    deltas.save(tmp_path / "hf", config, tensors, tokenizer35)
+    refused(run("hf", "out.bin"), "shape of language_model.model.layers.0.linear_attn.conv1d.weight")
+
+
 def test_header(tmp_path, model, tokenizer35):
     data = export(deltas.save(tmp_path / "hf", *model.published(), tokenizer35), tmp_path / "out.bin").read_bytes()
     c = model.numbers
