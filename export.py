@@ -1096,8 +1096,7 @@ HEADER = struct.Struct(f"{FIELDS}{256 - struct.calcsize(FIELDS)}x")  # x: a byte
 
 ORIGINAL = "original_max_position_embeddings"  # of YaRN
 # A number of config.json or generation_config.json -> (lowest, highest, its key in a GGUF file, its
-# field of Header; None: it has none). The limits are qwen3.c's, but for vocab_size: it accepts up
-# to 2^30, too large for here.
+# field of Header; None: it has none). The limits are qwen3.c's, but vocab_size's, which is 2^30.
 NUMBERS = {
     "hidden_size": (1, 1 << 20, "embedding_length", "dim"),
     "intermediate_size": (1, 1 << 20, "feed_forward_length", "hidden_dim"),
@@ -1508,8 +1507,7 @@ class Pieces(namedtuple("Pieces", "start no_system system_open system_close user
 
 
 def find_verified_pieces(template: str | None, variables: dict[str, str]) -> tuple:
-    """The verified pieces of a template, or None, and the tags of the empty sections that the file
-    needs besides (see qwen3.c)."""
+    """A template's verified pieces, or None, and the tags of empty sections (see qwen3.c)."""
     if not template:
         Notices.hints.append("no chat template: qwen3 will " + (
             "chat in ChatML, whose end token it has" if variables.get("eos_token") == TURN_END else
@@ -1973,8 +1971,7 @@ PANEL = 16  # rows of a matrix whose 32-bit words alternate in OUT.bin; the last
 # A model's tensors: name in a checkpoint, or the one that DEALT gives, where * is a layer, such as
 # layers.0, and # an expert's number; in a GGUF file; fp32, int8 or a layer's matrix, whose bits the
 # header says; shape; and what is not 0 if the model has the tensor. The last two are names of
-# find_sizes(). Of a matrix with two rows here a layer has the first if it has attention, else the
-# second.
+# find_sizes(). Of a matrix with two rows here, attention has the first, a delta rule the second.
 TENSORS = [row.split() for row in """
     *.input_layernorm.weight           attn_norm      fp32  dim                always
     *.post_attention_layernorm.weight  ffn_norm       fp32  dim                always
