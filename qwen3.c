@@ -2547,7 +2547,7 @@ static Options parse_options(int argc, char **argv) {
 enum { MOST_TEXTS = 32 };              // that run together
 enum { THINKS = -2, FIRST_IDS = -1 };  // Slot.choice: it thinks; then the TEXTs' first ids come
 enum { ANY_STOP = -1 };                // a given answer's last id: any stop id. It never runs.
-enum { BY_BUDGET = GOES_ON, NOT_CLOSED = INTERRUPTED };  // Slot.closed_by, see accept_id: -r; none
+enum { BY_BUDGET = GOES_ON, N_NAMED = INTERRUPTED, NOT_CLOSED = FAILED + 1 };  // see closed_by
 
 typedef struct Choice {  // a given answer
     Buffer text;
@@ -2591,7 +2591,7 @@ typedef struct Slot {  // what Part II has of a text, beside Text
     size_t drawn;      // tokens of its answer; with -o of the thinking and the given answers
     bool thinking;     // its ids end inside <think>
     int thought;       // tokens of thinking that were drawn
-    int closed_by;     // the Ending for which budget_text closed its thinking, or NOT_CLOSED
+    int closed_by;     // the Ending that closed its thinking, BY_BUDGET (-r N), or NOT_CLOSED
     int choice;        // the given answer that is scored, or what comes before these
     int n_begun;       // given answers that were scored, or are
     struct Slot *asker;  // whose given answers it scores: its own, or another's (see add_helpers)
@@ -3281,7 +3281,7 @@ static const struct { const char *by, *name; } endings[] = {  // what ends an an
     [IN_THINKING] = {"an end token", "thinking"}, [LIMIT_REACHED] = {"-n", "length"},
     [CONTEXT_ENDED] = {"a full context (-c)", "context"},
     [REPEATS] = {"repeating itself (-e 1.1 helps, -n -1 lets it go on)", "loop"}};
-_Static_assert(sizeof(endings) == INTERRUPTED * sizeof(*endings), "an ending has its names here");
+_Static_assert(sizeof(endings) == N_NAMED * sizeof(*endings), "an ending has its names here");
 
 // Returns true if the answer goes round in circles, as small models do, now that an id has been
 // appended. The id is a repeat if the 8 ids that end with it came at least 3 times before. A repeat
@@ -4973,7 +4973,7 @@ static int report_list(const List *l) {
     progress_end();
     if (had_all)
         notice("%s: has all %zu lines; another FILE, or none, makes a new run", o->out, lines);
-    for (int i = 0; i < NOT_CLOSED; i++) {
+    for (int i = 0; i < N_NAMED; i++) {
         const size_t n_closed = l->closed[i], n_ended = i > IN_THINKING ? l->endings[i] : 0;
         if (n_ended) notice("answers: ended by %s: %zu", endings[i].by, n_ended);
         if (n_closed) notice("answers: thinking ended by %s: %zu", endings[i].by, n_closed);
