@@ -269,7 +269,6 @@ TOKENIZER_SIZE = 24 << 20  # bytes of tokenizer.json (Qwen3.5's: 13 or 20 MB) or
 MOST_TENSORS = 100_000  # in all files together; Qwen3-235B-A22B has 36,000
 MOST_IDS = 1000  # ids that end an answer, or that a post-processor adds to a text; as in qwen3.c
 LONGEST, LONGEST_ADDED = 1024, 128  # most bytes of a token, and of an added token; as in qwen3.c
-LONGEST_JOIN = 64  # most bytes that a chat template has between parts of a content; as in qwen3.c
 # First bytes, in small letters -> what was downloaded in place of a file
 SUBSTITUTES = {b"version https://git-lfs.github.com/spec/": "a Git LFS pointer",
                b"<!doctype html": "a web page", b"<html": "a web page"}
@@ -664,9 +663,8 @@ def add_tensor(tensors: dict[str, Tensor], name: str, tensor: Tensor) -> None:
     more, shape = {name: tensor}, tensor.shape
     match = re.fullmatch(r"(layers\.\d+\.mlp\.)(?:experts|switch_mlp)"
                          r"\.(gate_up|gate|up|down)_proj(?:\.weight)?", name)
-    kinds = match[2].split("_") if match else []
-    if (match and len(shape) == 3 and shape[0] <= NUMBERS["num_experts"][1]
-            and shape[1] % len(kinds) == 0):
+    kinds = match[2].split("_") if match and len(shape) == 3 else []
+    if kinds and shape[0] <= NUMBERS["num_experts"][1] and shape[1] % len(kinds) == 0:
         rows, width = shape[1] // len(kinds), shape[2]
         more = {f"{match[1]}experts.{i}.{kind}_proj.weight":
                 tensor.part((i * len(kinds) + k) * rows * width, rows, width)
@@ -1542,15 +1540,14 @@ def find_verified_pieces(template: str | None, variables: dict[str, str]) -> tup
     return pieces, [tag for tag, holds in tags.items() if holds]
 
 
-def find_join(template: str, variables: dict, pieces: Pieces) -> str | None:
+def find_join(template: str, variables: dict, pieces: Pieces) -> bytes | None:
     """What the template writes between the text parts of a content, or None if it takes no parts."""
     talk = (("user", ("PARTONE", "PARTTWO")),), False
     with suppress(ValueError):
         text = render_all(template, variables, [talk])[talk]
-        found = re.search("PARTONE(.*)PARTTWO", text if isinstance(text, str) else "", re.DOTALL)
-        if (found and len(found[1].encode()) <= LONGEST_JOIN
-                and pieces.render((("user", found[0]),), False) == text):
-            return found[1]
+        found = re.search("(?s)PARTONE(.{,16})PARTTWO", text if isinstance(text, str) else "")
+        if found and pieces.render((("user", found[0]),), False) == text:
+            return found[1].encode()  # at most 64 bytes, as in qwen3.c
     return None
 
 
@@ -1641,6 +1638,8 @@ def find_pieces(texts: dict[Conversation, str], bos: str) -> Pieces:
         if isinstance(rest, ValueError):
             raise rest
         for _, content in messages:
+            if rest.count(content) != 1:
+                raise ValueError(f"it writes {content} {rest.count(content)} times")
             gap, rest = rest.split(content)
             before.append(gap)
         return before + [rest]
@@ -1791,8 +1790,8 @@ def make_tokenizer(source: Source, vocab_size: int) -> tuple[bytes, bytes]:
         "begn": pieces.begun.encode() if pieces else b""}
     sections = {key: data for key, data in sections.items() if data} | dict.fromkeys(tags, b"")
     joint = find_join(source.chat_template, roles, pieces) if pieces else None
-    if joint not in (None, "\n"):
-        sections["join"] = joint.encode()
+    if joint not in (None, b"\n"):
+        sections["join"] = joint
     extension = b"".join(key.encode() + pack_bytes(data) for key, data in sections.items())
     records = b"".join(struct.pack("<f", scores.get(i, -1e6))
                        + pack_bytes(tokens.get(i, b"")) for i in range(vocab_size))
