@@ -265,7 +265,7 @@ class Notices:
 # A source is untrusted, so reading it has bounds. JSON takes up to 36 times its bytes once parsed.
 SETTINGS_SIZE = 1 << 20  # bytes of config.json and the like
 TENSORS_SIZE = 8 << 20  # bytes of the index, or of a shard's header
-TOKENIZER_SIZE = 24 << 20  # bytes of tokenizer.json (Qwen3.5's: 13 or 20 MB) or a GGUF's metadata
+TOKENIZER_SIZE = 20 << 20  # bytes of tokenizer.json (Qwen3.5's: 13 or 20 MB) or a GGUF's metadata
 MOST_TENSORS = 100_000  # in all files together; Qwen3-235B-A22B has 36,000
 MOST_IDS = 1000  # ids that end an answer, or that a post-processor adds to a text; as in qwen3.c
 LONGEST, LONGEST_ADDED = 1024, 128  # most bytes of a token, and of an added token; as in qwen3.c
