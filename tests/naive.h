@@ -43,10 +43,14 @@ static uint64_t *hash_at(const Engine *e, int block, size_t pos) {
 static struct { const float *state; uint64_t hash; } states[200];
 
 static uint64_t *state_of(const float *state) {
+    static int last;  // an engine has fewer: of those before, the oldest makes room
     int i = 0;
-    while (i < 200 && states[i].state && states[i].state != state) i++;
-    if (i == 200) die("more than 200 states");
-    states[i].state = state;
+    while (i < 200 && states[i].state != state) i++;
+    if (i == 200) {
+        i = last = (last + 1) % 200;
+        states[i].state = state;
+        states[i].hash = 0;
+    }
     return &states[i].hash;
 }
 
