@@ -3453,7 +3453,7 @@ static const char *encode_choices(Engine *e, Bytes prompt) {
     const Tokenizer *tok = &e->tokenizer;
     const Ids *ids = &e->prompt;
     Choices *all = &e->next;
-    Choice *const end = all->p + all->n;
+    Choice *const end = all->n ? all->p + all->n : NULL;
     const size_t kept = keep_ids(tok, ids, &prompt), context = e->model.context;
     const size_t closing = e->may_think ? e->budget_text.n + 1 : 0;
     size_t same = ids->n;
