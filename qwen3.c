@@ -2753,7 +2753,9 @@ static void use_kept(Engine *e, Kept *kept) {
 }
 
 // What ran of a text becomes a Kept, in place of one that begins it, or else of the one that was
-// used the longest time ago. If it begins a Kept itself, this one stays.
+// used the longest time ago. If it begins a Kept itself, this one stays. With states, only a Kept
+// of the same ids counts as either, and what a list's text leaves when it ends is the next to make
+// room, because others part from it before its end.
 static void keep_text(Engine *e, Text *t) {
     Blocks *blocks = &t->slot->own.blocks;
     Kept *kept = e->kept, *last = e->kept + e->n_kept - 1;
@@ -3017,7 +3019,7 @@ static int make_rows(Engine *e) {
             const bool needed = pos + 1 >= t->target;
             if (n + later == p->batch || n_needed + later == p->logit_rows) break;
             p->rows[n++] = (Row){t->ids.p[pos], (int)pos, slot->own.blocks.p, slot->own.state,
-                                   save_at(e, t, pos + 1), needed, t};
+                                save_at(e, t, pos + 1), needed, t};
             n_needed += needed;
             slot->rows += pos < t->ids.n;  // draw adds a right guess to n_run
         }
