@@ -381,18 +381,25 @@ DELTA = {key: value for key, value in QWEN3.items() if key != "partial_rotary_fa
     "linear_key_head_dim": DELTA_HEAD, "linear_value_head_dim": DELTA_HEAD,
     "linear_conv_kernel_dim": DELTA_TAPS, "attn_output_gate": True,
     "output_gate_type": ("swish", "silu")}
+DELTA_MOE = DELTA | {"mlp_only_layers": [], "decoder_sparse_step": 1}
+MOE_NUMBERS = "moe_intermediate_size", "num_experts", "num_experts_per_tok"
+DELTA_NUMBERS = "full_attention_interval", "linear_num_key_heads", "linear_num_value_heads"
+GATED, SHARED = {"gated_attention": 1}, {"gated_attention": 1, "shared_expert": 1}
 FAMILIES = [
     Family("Qwen2ForCausalLM Qwen2Model qwen2", "qwen2", QWEN2, QWEN2_ATTENTION, None),
     Family("Qwen2VLForConditionalGeneration Qwen2_5_VLForConditionalGeneration qwen2_vl qwen2_5_vl",
            "qwen2vl", QWEN2, QWEN2_ATTENTION, None, left_out=("visual.",)),
     Family("MiMoForCausalLM mimo", "", QWEN2, QWEN2_ATTENTION, None, left_out=("mtp_layers.",)),
     Family("Qwen3ForCausalLM Qwen3Model qwen3", "qwen3", QWEN3),
-    Family("Qwen3MoeForCausalLM qwen3_moe", "qwen3moe", MOE, head_dim=None,
-           numbers=("moe_intermediate_size", "num_experts", "num_experts_per_tok")),
+    Family("Qwen3MoeForCausalLM qwen3_moe", "qwen3moe", MOE, head_dim=None, numbers=MOE_NUMBERS),
     Family("Qwen3VLForConditionalGeneration qwen3_vl", "qwen3vl", QWEN3, left_out=("visual.",)),
-    Family("Qwen3_5ForCausalLM Qwen3_5ForConditionalGeneration qwen3_5 qwen3_5_text", "", DELTA,
-           {"gated_attention": 1}, 256, ("full_attention_interval", "linear_num_key_heads",
-                                         "linear_num_value_heads"), ("visual.", "mtp."))]
+    Family("Qwen3_5ForCausalLM Qwen3_5ForConditionalGeneration qwen3_5 qwen3_5_text",
+           "", DELTA, GATED, 256, DELTA_NUMBERS, ("visual.", "mtp.")),
+    Family("Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration qwen3_5_moe qwen3_5_moe_text",
+           "", DELTA_MOE | {"norm_topk_prob": True}, SHARED, 256,
+           MOE_NUMBERS + DELTA_NUMBERS, ("visual.", "mtp.")),
+    Family("Qwen3NextForCausalLM qwen3_next", "", DELTA_MOE, SHARED, 256,
+           MOE_NUMBERS + DELTA_NUMBERS, ("mtp.",))]
 
 
 class Source(NamedTuple):
@@ -464,7 +471,7 @@ def read_interval(where: Path, config: dict) -> Any:
     if types != (period * len(types))[:len(types)]:
         refuse(where, "layer_types", "full_attention after as many linear_attention each time",
                list_names(list(map(str, types)), 12))
-    return every or config.get("full_attention_interval", 4)
+    return every or config.get("full_attention_interval")
 
 
 def read_value(where: Path, values: dict, key: str, kind: type) -> Any:
@@ -643,7 +650,8 @@ def open_checkpoint(folder: Path, family: Family) -> dict[str, Tensor]:
                 kind = re.sub(r"^layers\.\d+\.", "", name) if family.has_delta else ""
                 change, shape = DELTA_CHANGES.get(kind), tensor.shape
                 if mlx:  # its norms have their 1, its convolutions are (channels, taps, one)
-                    change, shape = None if "norm" in kind else change, shape[:1] + shape[:0:-1]
+                    change = None if "norm" in kind else change
+                    shape = shape[:1] + shape[:0:-1] if "conv1d" in kind else shape
                 add_tensor(tensors, name, tensor._replace(change=change, shape=shape))
     return tensors
 
@@ -878,7 +886,7 @@ def read_gguf(path: Path) -> Source:
                              f"-e {penalty}")
     dtypes: Counter[str] = Counter()
     for name, tensor in tensors.items():
-        dtypes[tensor.dtype] += tensor.size * ("_proj.weight" in name)
+        dtypes[tensor.dtype] += tensor.size * ("_proj" in name)
     return Source(
         path=path, name=PART.sub("", path.name).removesuffix(".gguf"), family=family,
         config=config | {"tie_word_embeddings": "lm_head.weight" not in kept,
@@ -1014,10 +1022,10 @@ def open_gguf(path: Path, tensors: dict[str, Tensor]) -> dict:
 
 def rename_tensor(name: str) -> str:
     """blk.0.attn_q.weight -> layers.0.self_attn.q_proj.weight. Names that it does not know stay."""
-    match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
+    match = re.fullmatch(r"(?:blk\.(\d+)\.)?([\w.]+)", name)
     if not match or match[2] not in GGUF_NAMES:
         return name
-    return (f"layers.{match[1]}." if match[1] else "") + GGUF_NAMES[match[2]] + "." + match[3]
+    return (f"layers.{match[1]}." if match[1] else "") + GGUF_NAMES[match[2]]
 
 
 def drop_copy(tensors: dict[str, Tensor], rows: Collection[int] = ()) -> dict[str, Tensor]:
@@ -1086,6 +1094,7 @@ class Header(NamedTuple):
     delta_v_heads: U32 = 0  # It has so many that make values; delta_k_heads divides it.
     rotary_dim: U32 = 0  # Rope rotates so many numbers of a head. 0 stands for all.
     gated_attention: U32 = 0  # 1 says that attention's output is multiplied by a gate.
+    shared_expert: U32 = 0  # 1 says that one more expert, the last, runs for each token.
 
 
 FIELDS = "<" + "".join(kind.__metadata__[0] for kind in get_type_hints(
@@ -1106,9 +1115,9 @@ NUMBERS = {
     "max_position_embeddings": (1, 1 << 30, "context_length", "max_seq_len"),
     "num_experts": (0, 4096, "expert_count", "n_experts"),
     "num_experts_per_tok": (0, 4096, "expert_used_count", "n_experts_used"),
-    "full_attention_interval": (2, 4096, None, "attention_every"),
-    "linear_num_key_heads": (1, 128, None, "delta_k_heads"),
-    "linear_num_value_heads": (1, 256, None, "delta_v_heads"),
+    "full_attention_interval": (2, 4096, "full_attention_interval", "attention_every"),
+    "linear_num_key_heads": (1, 128, "ssm.group_count", "delta_k_heads"),
+    "linear_num_value_heads": (1, 256, "ssm.time_step_rank", "delta_v_heads"),
     "max_window_layers": (0, 2 ** 31 - 1, None, None),
     "rms_norm_eps": (2.0 ** -126, 1e12, "attention.layer_norm_rms_epsilon", "rms_norm_eps"),
     ORIGINAL: (1, 2 ** 31 - 1, None, None), "top_k": (0, 2 ** 31 - 1, None, None),
@@ -1133,7 +1142,7 @@ def read_header(source: Source, bits: int | None, group_size: int | None,
     get = partial(read_number, where, config)
     heads = get("num_attention_heads")
     defaults = {"head_dim": family.head_dim or get("hidden_size") // heads,
-                "num_key_value_heads": heads, "rms_norm_eps": 1e-6,
+                "num_key_value_heads": heads, "rms_norm_eps": 1e-6, "full_attention_interval": 4,
                 "intermediate_size": 1 if "num_experts" in family.numbers else None}  # nobody's
     of_others = {key for row in FAMILIES for key in row.numbers} - {*family.numbers}
     fields = {field: get(key, defaults.get(key)) for key, (*_, field) in NUMBERS.items()
@@ -1167,9 +1176,12 @@ def read_header(source: Source, bits: int | None, group_size: int | None,
     if "n_experts" in fields:
         if not 1 <= (used := fields["n_experts_used"]) <= (n := fields["n_experts"]):
             refuse(where, "num_experts_per_tok", f"from 1 to num_experts, {n}", used)
-        topk_norm = config.get("norm_topk_prob", False)
+        topk_norm = config.get("norm_topk_prob", family.has_delta)
         require(where, "norm_topk_prob", repr(topk_norm), *BOOLEANS)
         fields["no_topk_norm"] = not topk_norm
+    if "shared_expert" in family.header:
+        require(where, "shared_expert_intermediate_size", config.get(
+            "shared_expert_intermediate_size"), fields["hidden_dim"], None)
     if (matrices := fields["n_layers"] * fields.get("n_experts", 1)) > MOST_TENSORS:
         refuse(where, "layers times experts", f"at most {MOST_TENSORS}", matrices)
     header = Header(  # an embedding model needs no classifier
@@ -1774,7 +1786,7 @@ def make_tokenizer(source: Source, vocab_size: int) -> tuple[bytes, bytes]:
     numbers = [read_number(path, defaults | given, k) for k in ("temperature", "top_p", "top_k")]
     sampling = struct.pack("<2fI", numbers[0] if given.get("do_sample", True) else 0, *numbers[1:])
     plain = b""
-    if source.family.has_delta and mode == CHAT and not given:  # Qwen3.5-0.8B to 9B: their cards'
+    if "Qwen3_5" in source.family.architectures and mode == CHAT and not given:  # 0.8B to 9B
         sampling, plain = (struct.pack("<2fIf", *card) for card in (
             (1.0, 0.95, 20, 1.5),
             (1.0, 1.0, 20, 2.0) if source.config["hidden_size"] == 1024 else (0.7, 0.8, 20, 1.5)))
@@ -1968,58 +1980,65 @@ def pack_nibbles(codes: np.ndarray) -> np.ndarray:
 
 PANEL = 16  # rows of a matrix whose 32-bit words alternate in OUT.bin; the last panel has zeros
 # A model's tensors: name in a checkpoint, or the one that DEALT gives, where * is a layer, such as
-# layers.0, and # an expert's number; in a GGUF file; fp32, int8 or a layer's matrix, whose bits the
-# header says; shape; and what is not 0 if the model has the tensor. The last two are names of
-# find_sizes(). Of a matrix with two rows here, attention has the first, a delta rule the second.
+# layers.0, and # an expert's number; in a GGUF file; fp32, int8, or router or a matrix of a layer,
+# whose bits the header says; shape; and what is not 0 if the model has the tensor. The last two are
+# names of find_sizes(). If a matrix has two rows, attention has the first, a delta rule the second.
 TENSORS = [row.split() for row in """
-    *.input_layernorm.weight           attn_norm      fp32  dim                always
-    *.post_attention_layernorm.weight  ffn_norm       fp32  dim                always
-    norm.weight                        output_norm    fp32  dim                always
-    *.self_attn.q_norm.weight          attn_q_norm    fp32  head_dim           qk_norm
-    *.self_attn.k_norm.weight          attn_k_norm    fp32  head_dim           qk_norm
-    *.mlp.gate.weight                  ffn_gate_inp   fp32  n_experts,dim      n_experts
-    frequencies                        -              fp32  half_rotary        rope_scaling
-    *.linear_attn.conv1d.weight        -              fp32  channels,one,taps  delta
-    *.linear_attn.A_log                -              fp32  delta_v_heads      delta
-    *.linear_attn.dt_bias              -              fp32  delta_v_heads      delta
-    *.linear_attn.norm.weight          -              fp32  delta_head         delta
-    *.linear_attn.in_proj_a.weight     -              fp32  delta_v_heads,dim  delta
-    *.linear_attn.in_proj_b.weight     -              fp32  delta_v_heads,dim  delta
-    embed_tokens.weight                token_embd     int8  vocab_size,dim     always
-    *.self_attn.q_proj.weight          attn_q         q     q_dim,dim          always
-    *.linear_attn.in_proj_q.weight     -              q     delta_k_dim,dim    delta
-    *.self_attn.k_proj.weight          attn_k         k     kv_dim,dim         always
-    *.linear_attn.in_proj_k.weight     -              k     delta_k_dim,dim    delta
-    *.self_attn.v_proj.weight          attn_v         v     kv_dim,dim         always
-    *.linear_attn.in_proj_v.weight     -              v     delta_v_dim,dim    delta
-    *.self_attn.q_proj.gate            -              z     q_dim,dim          gated_attention
-    *.linear_attn.in_proj_z.weight     -              z     delta_v_dim,dim    delta
-    *.self_attn.o_proj.weight          attn_output    o     dim,q_dim          always
-    *.linear_attn.out_proj.weight      -              o     dim,delta_v_dim    delta
-    *.mlp.gate_proj.weight             ffn_gate       gate  hidden_dim,dim     dense
-    *.mlp.down_proj.weight             ffn_down       down  dim,hidden_dim     dense
-    *.mlp.up_proj.weight               ffn_up         up    hidden_dim,dim     dense
-    *.mlp.experts.#.gate_proj.weight   ffn_gate_exps  gate  hidden_dim,dim     n_experts
-    *.mlp.experts.#.down_proj.weight   ffn_down_exps  down  dim,hidden_dim     n_experts
-    *.mlp.experts.#.up_proj.weight     ffn_up_exps    up    hidden_dim,dim     n_experts
-    lm_head.weight                     output         int8  vocab_size,dim     classifier
-    *.self_attn.q_proj.bias            attn_q         fp32  q_dim              qkv_bias
-    *.self_attn.k_proj.bias            attn_k         fp32  kv_dim             qkv_bias
-    *.self_attn.v_proj.bias            attn_v         fp32  kv_dim             qkv_bias
+    *.input_layernorm.weight           attn_norm           fp32    dim                always
+    *.post_attention_layernorm.weight  ffn_norm            fp32    dim                always
+    norm.weight                        output_norm         fp32    dim                always
+    *.self_attn.q_norm.weight          attn_q_norm         fp32    head_dim           qk_norm
+    *.self_attn.k_norm.weight          attn_k_norm         fp32    head_dim           qk_norm
+    *.mlp.gate.weight                  ffn_gate_inp        router  n_experts,dim      n_experts
+    *.mlp.shared_expert_gate.weight    ffn_gate_inp_shexp  router  one,dim            shared_expert
+    frequencies                        -                   fp32    half_rotary        rope_scaling
+    *.linear_attn.conv1d.weight        ssm_conv1d          fp32    channels,one,taps  delta
+    *.linear_attn.A_log                ssm_a               fp32    delta_v_heads      delta
+    *.linear_attn.dt_bias              ssm_dt.bias         fp32    delta_v_heads      delta
+    *.linear_attn.norm.weight          ssm_norm            fp32    delta_head         delta
+    *.linear_attn.in_proj_a.weight     ssm_alpha           fp32    delta_v_heads,dim  delta
+    *.linear_attn.in_proj_b.weight     ssm_beta            fp32    delta_v_heads,dim  delta
+    embed_tokens.weight                token_embd          int8    vocab_size,dim     always
+    *.self_attn.q_proj.weight          attn_q              q       q_dim,dim          always
+    *.linear_attn.in_proj_q.weight     -                   q       delta_k_dim,dim    delta
+    *.self_attn.k_proj.weight          attn_k              k       kv_dim,dim         always
+    *.linear_attn.in_proj_k.weight     -                   k       delta_k_dim,dim    delta
+    *.self_attn.v_proj.weight          attn_v              v       kv_dim,dim         always
+    *.linear_attn.in_proj_v.weight     -                   v       delta_v_dim,dim    delta
+    *.self_attn.q_gate.weight          -                   z       q_dim,dim          gated_head
+    *.linear_attn.in_proj_z.weight     attn_gate           z       delta_v_dim,dim    delta
+    *.self_attn.o_proj.weight          attn_output         o       dim,q_dim          always
+    *.linear_attn.out_proj.weight      ssm_out             o       dim,delta_v_dim    delta
+    *.mlp.gate_proj.weight             ffn_gate            gate    hidden_dim,dim     dense
+    *.mlp.down_proj.weight             ffn_down            down    dim,hidden_dim     dense
+    *.mlp.up_proj.weight               ffn_up              up      hidden_dim,dim     dense
+    *.mlp.experts.#.gate_proj.weight   ffn_gate_exps       gate    hidden_dim,dim     n_experts
+    *.mlp.experts.#.down_proj.weight   ffn_down_exps       down    dim,hidden_dim     n_experts
+    *.mlp.experts.#.up_proj.weight     ffn_up_exps         up      hidden_dim,dim     n_experts
+    lm_head.weight                     output              int8    vocab_size,dim     classifier
+    *.self_attn.q_proj.bias            attn_q              fp32    q_dim              qkv_bias
+    *.self_attn.k_proj.bias            attn_k              fp32    kv_dim             qkv_bias
+    *.self_attn.v_proj.bias            attn_v              fp32    kv_dim             qkv_bias
     """.strip().splitlines()]
 MATRICES = "q k v o gate down up z".split()  # in the order of the bits of Header.eight_bits
 # A tensor whose rows are dealt out like cards: the first so many, of find_sizes(), to one tensor,
-# the next to another, and so on, again and again.
-DEALT = [row.split() for row in """
-    self_attn.q_proj.weight         gated_head   self_attn.q_proj.weight
-    self_attn.q_proj.weight         gated_head   self_attn.q_proj.gate
-    linear_attn.in_proj_qkv.weight  delta_k_dim  linear_attn.in_proj_q.weight
-    linear_attn.in_proj_qkv.weight  delta_k_dim  linear_attn.in_proj_k.weight
-    linear_attn.in_proj_qkv.weight  delta_v_dim  linear_attn.in_proj_v.weight
-    """.strip().splitlines()]
-GGUF_NAMES = {  # attn_q -> self_attn.q_proj, ffn_up_exps -> mlp.experts.up_proj
-    gguf_name: re.sub(r"^\*\.|#\.|\.(weight|bias)$", "", name)
-    for name, gguf_name, *_ in TENSORS} | {"ffn_gate_up_exps": "mlp.experts.gate_up_proj"}
+# the next to another, and so on, again and again. All begin alike, and end in .weight.
+DEALT = {f"{begin}{name}.weight": [(size, f"{begin}{target}.weight") for size, target in zip(
+    hands[::2], hands[1::2])] for begin, name, *hands in map(str.split, """
+    self_attn.q_         proj  gated_head   proj  gated_head   gate
+    linear_attn.in_proj_ qkv   delta_k_dim  q     delta_k_dim  k     delta_v_dim  v
+    linear_attn.in_proj_ qkvz  delta_head   q     delta_head   k     v_of_k_head  v  v_of_k_head  z
+    linear_attn.in_proj_ ba    v_per_k      b     v_per_k      a
+    """.strip().splitlines())}
+GGUF_NAMES = {  # attn_q.weight -> self_attn.q_proj.weight; ffn_up_exps has all experts
+    gguf_name + re.search(r"(\.weight|\.bias)?$", name)[0]: re.sub(r"^\*\.|#\.", "", name)
+    for name, gguf_name, *_ in TENSORS} | {f"{gguf_name}.weight": name for gguf_name, name in (
+        ("post_attention_norm", "post_attention_layernorm.weight"),
+        ("attn_qkv", "linear_attn.in_proj_qkv.weight"), ("ssm_ba", "linear_attn.in_proj_ba.weight"),
+        ("ssm_in", "linear_attn.in_proj_qkvz.weight"),  # Qwen3-Next's in its first files
+        ("ffn_gate_up_exps", "mlp.experts.gate_up_proj"),
+        *((f"ffn_{x}_shexp", f"mlp.shared_expert.{x}_proj.weight") for x in ("gate", "up", "down"))
+    )}
 
 
 class Output(NamedTuple):
@@ -2037,10 +2056,12 @@ class Output(NamedTuple):
 def find_sizes(h: Header) -> dict[str, int]:
     """What TENSORS and DEALT name: the header's fields, and what follows from them."""
     k_dim, v_dim = h.delta_k_heads * DELTA_HEAD, h.delta_v_heads * DELTA_HEAD
+    per_k = h.delta_v_heads // max(h.delta_k_heads, 1)
     return h._asdict() | {
         "q_dim": h.n_heads * h.head_dim, "kv_dim": h.n_kv_heads * h.head_dim,
         "gated_head": h.head_dim * h.gated_attention, "delta_head": DELTA_HEAD,
         "delta_k_dim": k_dim, "delta_v_dim": v_dim, "channels": 2 * k_dim + v_dim, "one": 1,
+        "v_per_k": per_k, "v_of_k_head": per_k * DELTA_HEAD,
         "taps": DELTA_TAPS, "half_rotary": (h.rotary_dim or h.head_dim) // 2, "always": 1,
         "delta": h.attention_every, "qk_norm": not h.no_qk_norm, "dense": not h.n_experts,
         "classifier": not h.shared_classifier}
@@ -2053,19 +2074,21 @@ def lay_out(h: Header) -> list[Output]:
         return (".self_attn." if is_delta else ".linear_attn.") not in name
 
     sizes = find_sizes(h)
-    bits_of = {"fp32": 32, "int8": 8} | {matrix: 8 if h.eight_bits >> i & 1 else h.layer_bits or 8
-                                         for i, matrix in enumerate(MATRICES)}
+    experts = [f"experts.{i}" for i in range(h.n_experts)] + ["shared_expert"] * h.shared_expert
+    bits_of = {"fp32": 32, "router": 32, "int8": 8} | {
+        matrix: 8 if h.eight_bits >> i & 1 else h.layer_bits or 8
+        for i, matrix in enumerate(MATRICES)}
     outputs, offset = [], HEADER.size
     for _, group in itertools.groupby((row for row in TENSORS if sizes[row[-1]]), key=lambda row:
-                                      row[2] if row[2] in MATRICES else row[0]):
+                                      row[0] if row[2] in ("fp32", "int8") else row[2]):
         rows = list(group)
         layers = range(h.n_layers if "*" in rows[0][0] else 1)
         for layer, (name, _, kind, dims, _) in itertools.product(layers, rows):
             if not is_of(layer, name):
                 continue
             bits, shape = bits_of[kind], tuple(sizes[size] for size in dims.split(","))
-            names = [name.replace("*", f"layers.{layer}").replace("#", str(expert))
-                     for expert in range(h.n_experts if "#" in name else 1)]
+            names = [name.replace("*", f"layers.{layer}").replace("experts.#", expert)
+                     for expert in (experts if "#" in name else [""])]
             size = len(names) * math.prod(shape)
             if bits < 32 and h.panels:
                 size += -len(names) * shape[0] % PANEL * shape[1]
@@ -2081,7 +2104,7 @@ def deal_rows(h: Header, tensors: dict[str, Tensor]) -> dict[str, list[Tensor]]:
     sizes, found, n_parts = find_sizes(h), {}, 0
     for name, tensor in tensors.items():
         layer, rest = re.fullmatch(r"(layers\.\d+\.)?(.*)", name, re.DOTALL).groups("")
-        hands = [(sizes[size], target) for dealt, size, target in DEALT if dealt == rest]
+        hands = [(sizes[size], target) for size, target in DEALT.get(rest, [])]
         if not (step := sum(rows for rows, _ in hands)):
             found[name] = [tensor]
             continue
@@ -2100,7 +2123,7 @@ def deal_rows(h: Header, tensors: dict[str, Tensor]) -> dict[str, list[Tensor]]:
 def pad_with_zeros(tensors: list[Tensor], shape: tuple[int, ...], panel: Tensor) -> list[Tensor]:
     """The tensors with OUT.bin's shape. Zeros follow each row when it is read. Of rows of zeros at
     the end, put_in_panels() makes those of the last panel with others; the panel makes more."""
-    if more := shape[-1] - tensors[0].shape[-1]:
+    if more := shape[1:] and shape[-1] - tensors[0].shape[-1]:
         tensors = [tensor._replace(change=lambda x: np.pad(
             x.reshape(-1, shape[-1] - more), ((0, 0), (0, more))).ravel()) for tensor in tensors]
     return tensors + [panel] * ((shape[0] - join_shapes(tensors)[0]) // PANEL)
@@ -2126,8 +2149,8 @@ def match_tensors(source: Source, h: Header, computed: dict) -> tuple[Header, li
     wanted = {name: output.shape for output in lay_out(h) for name in output.names}
     found = deal_rows(h, opened)
     h = h._replace(hidden_dim=h.hidden_dim + -h.hidden_dim % h.group_size)  # pad_with_zeros()
-    extra = [tensors[0].name for name, tensors in found.items()
-             if name not in wanted and not (source.embedding and name == "lm_head.weight")
+    extra = [tensors[0].name for name, tensors in found.items() if name not in wanted
+             and not (source.embedding and name == "lm_head.weight")
              and not name.endswith(".inv_freq")]  # rope's frequencies, from older programs
     missing = [name for name in wanted if name not in found]
     if missing or extra and (where.is_file() or any(".mlp.experts." in name for name in extra)):

@@ -113,6 +113,10 @@ class Delta:
                 tensors[name] = x + np.float32(1)
             elif "conv1d" in name:
                 tensors[name] = x.swapaxes(1, 2)
+        for name in [name for name in tensors if ".experts." in name]:
+            parts = ("gate", "up") if "gate_up" in name else ("down",)
+            start = name.replace(".experts.", ".switch_mlp.").rpartition(".")[0]
+            tensors |= {f"{start}.{part}_proj.weight": x for part, x in zip(parts, np.split(tensors.pop(name), len(parts), 1))}
         return config, tensors
 
 

@@ -131,14 +131,14 @@ def test_header_extensions(checkpoint, tmp_path, which):
 
 
 BAD_CONFIG = [
-    ({"architectures": ["Qwen3NextForCausalLM"]}, "not Qwen3's", "found Qwen3NextForCausalLM$"),
+    ({"architectures": ["Qwen3OmniForCausalLM"]}, "not Qwen3's", "found Qwen3OmniForCausalLM$"),
     ({"architectures": ["Qwen3ForSequenceClassification"]}, "not Qwen3's architecture, expected the model that it was made from",
      r"-o 'yes\|no', found Qwen3ForSequenceClassification$"),
     ({"architectures": "Qwen3ForCausalLM"}, "architectures, expected a list, found 'Qwen3ForCausalLM'"),
     ({"is_causal": False}, "is_causal is not supported, expected True, found False"),
     ({"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported, expected False, found True"),
     ({"architectures": None}, "architecture", "found None$"),
-    ({"architectures": [], "model_type": "qwen3_next"}, "architecture", "found qwen3_next$"),
+    ({"architectures": [], "model_type": "qwen4_exp"}, "architecture", "found qwen4_exp$"),
     ({"architectures": ["Qwen2ForCausalLM"]}, "missing:.*proj.bias.*left over:.*norm"),   # Qwen3's tensors
     ({"quantization_config": {"quant_method": "fp8"}}, "unquantized", "a GGUF file, found fp8$"),
     ({"quantization": {"group_size": 64, "bits": 4}}, "unquantized", "a GGUF file, found MLX weights$"),

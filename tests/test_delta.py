@@ -13,7 +13,8 @@ import reference
 from checkpoints import SENTENCES, train_tokenizer, with_config
 from conftest import export, perplexity, qwen3, refused, split_tokenizer
 
-KINDS = {"dense": {}, "as many v heads": {"linear_num_value_heads": 2}, "three v heads a k head": {
+MOE = {"shared_expert_intermediate_size", "num_experts_per_tok"}
+KINDS = {"dense": {}, "moe": {}, "next": {}, "as many v heads": {"linear_num_value_heads": 2}, "three v heads a k head": {
     "linear_num_key_heads": 1, "linear_num_value_heads": 3, "tie_word_embeddings": False, "num_hidden_layers": 8},
     "every second": {"full_attention_interval": 2}}
 
@@ -28,8 +29,7 @@ def model(request):
     return deltas.Delta(request.param if request.param in ("moe", "next") else "dense", **KINDS[request.param])
 
 
-@pytest.mark.parametrize("group", [32, 64])
-@pytest.mark.parametrize("layout", ["saved", "published"])
+@pytest.mark.parametrize("layout, group", [("saved", 32), ("published", 64)])
 def test_eight_bits(tmp_path, model, tokenizer35, layout, group):
     config, tensors = getattr(model, layout)()
     folder = deltas.save(tmp_path / "hf", config, tensors, tokenizer35)
@@ -39,6 +39,8 @@ def test_eight_bits(tmp_path, model, tokenizer35, layout, group):
 
 def test_mlx(tmp_path, model, tokenizer35, run):
     """With a checkpoint's convolutions its norms would need a 1: then nobody knows."""
+    if model.kind == "next":
+        pytest.skip("it has no such name")
     model.tensors |= {name: deltas.bf16(x + 1) - 1 for name, x in model.tensors.items()
                       if name.endswith("norm.weight") and "linear_attn" not in name}  # BF16 has x + 1
     config, tensors = model.mlx()
@@ -47,14 +49,6 @@ def test_mlx(tmp_path, model, tokenizer35, run):
     tensors = {name: x.swapaxes(1, 2) if "conv1d" in name else x for name, x in tensors.items()}
     deltas.save(tmp_path / "hf", config, tensors, tokenizer35)
     refused(run("hf", "out.bin"), "shape of language_model.model.layers.0.linear_attn.conv1d.weight")
-
-
-def test_header(tmp_path, model, tokenizer35):
-    data = export(deltas.save(tmp_path / "hf", *model.published(), tokenizer35), tmp_path / "out.bin").read_bytes()
-    c = model.numbers
-    assert np.frombuffer(data[0x84:0x9C], "<u4").tolist() == [
-        c["full_attention_interval"], c["linear_num_key_heads"], c["linear_num_value_heads"], 16, 1, model.moe]
-    assert not any(data[0x9C:0x100])
 
 
 @pytest.mark.parametrize("shape", deltas.SHAPES)
@@ -104,9 +98,11 @@ def test_check(tmp_path, model, tokenizer35, run):
     ({"rope_parameters": deltas.ROPE | {"partial_rotary_factor": 0.02}}, "partial_rotary_factor, expected an even part"),
     ({"rope_parameters": deltas.ROPE | {"partial_rotary_factor": 1.5}}, "partial_rotary_factor, expected an even part"),
     ({"architectures": ["Qwen4ForCausalLM"]}, "not Qwen3's architecture, .*found Qwen4ForCausalLM"),
+    ({"shared_expert_intermediate_size": 32}, "shared_expert_intermediate_size is not supported, expected 64, found 32"),
+    ({"num_experts_per_tok": 2, "norm_topk_prob": False}, "norm_topk_prob is not supported, expected True, found False"),
     ({"num_attention_heads": 4}, "shape of model.layers.3.self_attn.q_proj.weight, expected")])
 def test_refused(tmp_path, tokenizer35, run, changes, pattern):
-    with_config(deltas.save(tmp_path / "hf", *deltas.Delta("dense").saved(), tokenizer35), changes)
+    with_config(deltas.save(tmp_path / "hf", *deltas.Delta("moe" if MOE & {*changes} else "dense").saved(), tokenizer35), changes)
     refused(run("hf", "out.bin"), pattern)
 
 

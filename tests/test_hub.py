@@ -143,7 +143,7 @@ def test_a_hub_s_commit_and_index(checkpoint, hub, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("config, out, pattern", [
-    ({"architectures": ["Qwen3NextForCausalLM"]}, "out.bin", "org/tiny/config.json: not Qwen3"),
+    ({"architectures": ["Qwen3OmniForCausalLM"]}, "out.bin", "org/tiny/config.json: not Qwen3"),
     ({}, "nowhere/out.bin", "nowhere: missing"),
     ({}, "longname" * 40 + ".bin", "File name too long"),
     ({"num_hidden_layers": 4096, "hidden_size": 1 << 20, "intermediate_size": 1 << 20}, "out.bin",
