@@ -370,8 +370,12 @@ SHAPES = {
     "Qwen3-0.6B": (1024, 3072, 28, 16, 8, True, 0, 0), "Qwen3-1.7B": (2048, 6144, 28, 16, 8, True, 0, 0),
     "Qwen3-4B": (2560, 9728, 36, 32, 8, True, 0, 0), "Qwen3-8B": (4096, 12288, 36, 32, 8, False, 0, 0),
     "Qwen3-14B": (5120, 17408, 40, 40, 8, False, 0, 0),
-    "Qwen3-30B-A3B-Instruct-2507": (2048, 768, 48, 32, 4, False, 128, 8)}
+    "Qwen3-30B-A3B-Instruct-2507": (2048, 768, 48, 32, 4, False, 128, 8),
+    "Qwen3.5-35B-A3B": (2048, 512, 40, 16, 2, False, 256, 8)}
 VOCABULARY, HEAD = 151936, 128
+DELTA = {"vocab_size": 248320, "head_dim": 256, "attention_every": 4, "delta_k_heads": 16, "delta_v_heads": 32,
+         "rotary_dim": 64, "gated_attention": 1, "shared_expert": 1}  # of Qwen3.5's mixture
+STATE = 4 * 30 * (32 * 128 * 128 + 3 * 128 * (2 * 16 + 32))  # bytes, of 30 layers
 
 
 def model_bytes(shape, bits, of_a_token=False):
@@ -382,12 +386,12 @@ def model_bytes(shape, bits, of_a_token=False):
         "dim": dim, "hidden_dim": hidden_dim, "n_layers": n_layers, "n_heads": n_heads,
         "n_kv_heads": n_kv_heads, "vocab_size": VOCABULARY, "head_dim": HEAD, "shared_classifier": shared,
         "group_size": group, "n_experts": n_experts, "n_experts_used": used,
-        "layer_bits": 4 if bits == 4 else 0, "eight_bits": 4 if bits == 4 else 0})
+        "layer_bits": 4 if bits == 4 else 0, "eight_bits": 4 if bits == 4 else 0} | (DELTA if n_experts == 256 else {}))
     size = 256
     for output in export.lay_out(header):
         if of_a_token and output.names == ["embed_tokens.weight"] and not shared:
             continue                                    # one row
-        experts = used if of_a_token and len(output.names) > 1 else len(output.names)
+        experts = used + header.shared_expert if of_a_token and len(output.names) > 1 else len(output.names)
         count = experts * math.prod(output.shape)
         size += count * output.bits // 8 + count // group * {32: 0, 8: 4, 4: 2}[output.bits]
     return size
@@ -395,17 +399,18 @@ def model_bytes(shape, bits, of_a_token=False):
 
 def test_table_of_models():
     """A formula's figures, with two digits."""
-    rows = re.findall(r"^\| (Qwen3-.*) \|$", READMES[0].read_text(), re.M)
+    rows = re.findall(r"^\| (Qwen3[-.].*) \|$", READMES[0].read_text(), re.M)
     table = {row.split(" | ")[0].split(",")[0]: row.split(" | ")[1:] for row in rows}
     assert table.keys() == SHAPES.keys()
     for name, shape in SHAPES.items():
         dim, _, n_layers, _, n_kv_heads, *_ = shape
-        position = 8 * n_layers * n_kv_heads * HEAD
+        has_delta = "3.5" in name
+        position = 8 * n_layers * n_kv_heads * HEAD // (2 if has_delta else 1)  # 10 layers' heads of 256
         files = [model_bytes(shape, bits) for bits in (8, 4)]
         reads = [model_bytes(shape, bits, of_a_token=True) for bits in (8, 4)]
         weights = 2 * (files[0] - 256) / (1 + 4 / 64)   # in 16 bits, but for the norms' few
         download = weights + 2 * VOCABULARY * dim * (name in list(SHAPES)[:2])
-        expected = [[download], files, [size + position * 4096 for size in files],
+        expected = [[download], files, [size + position * 4096 + STATE * has_delta for size in files],
                     [position * 16000, position * 16000 * 5 / 16],
                     *([rate * 1e18 / size for size in reads] for rate in (10, 50, 100))]
         assert table[name] == [" / ".join(two_digits(x / 1e9) for x in cell) for cell in expected], name
