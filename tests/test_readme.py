@@ -125,7 +125,7 @@ def folder(tmp_path, tokenizer_json, monkeypatch):
         ggufs.write(tmp_path / name, ggufs.values(checkpoint), ggufs.blocks(checkpoint, ggufs.Kind.Q8_0))
     for name in set(re.findall(r" -[fl] (\w+\.txt)|jq -R.* (\w+\.txt)", read)):
         (tmp_path / "".join(name)).write_text("Once upon a time.\nWho are you?\n")
-    (tmp_path / "mails.jsonl").write_text('{"id": 1, "text": "Who are you?"}\n' * 2)
+    (tmp_path / "mails.jsonl").write_text('{"id": 1, "text": "Who are you?", "gold": "Praise"}\n' * 2)
     (tmp_path / "mails.csv").write_text('id,mail\n1,"Who, or ""what"",\nare you?"\n2,Hello\n')
     (tmp_path / "questions.jsonl").write_text("".join(
         json.dumps({"question": "What is 3 + 4?", "choices": ["7", "77 and so on", "no"], "gold": gold}) + "\n"
@@ -222,6 +222,9 @@ def check_recipes(text, stdout):
     if "labels.tsv" in text:
         table = [line.split("\t") for line in Path("labels.tsv").read_text().splitlines()]
         assert len(table) == 2 and all(row[0] == "1" and row[1] in text and 0 < float(row[2]) < 1 for row in table)
+        _, choice, p = table[0]
+        assert [json.loads(line) for line in lines[:2]] == [[1, choice, pytest.approx(float(p))]] * 2
+        assert float(lines[2]) == (choice == "Praise") and lines[3:] == [f"2\tPraise\t{choice}"]
     if "kinds.csv" in text:
         with open("mails.csv", newline="") as given, open("kinds.csv", newline="") as made:
             table = list(csv.DictReader(made))
@@ -244,6 +247,15 @@ def check_recipes(text, stdout):
         assert [list(json.loads(line)) for line in lines] == [["id", "fields"]] * 2
     if "Who signs?" in text:
         assert len(lines) == 3 and lines[0].startswith("Who signs? ")
+    if "> typed.jsonl" in text:
+        likely, = map(json.loads, lines)                # one mail, as both have the id 1
+        answers = {row["name"]: [row["choice"], row["p"][row["choice"]]] for row in rows("typed.jsonl")}
+        assert likely == {"id": 1} | answers and [*answers] == ["kind", "reply", "urgent"]
+        assert [len(row["p"]) for row in rows("typed.jsonl")] == [3, 2, 5] * 2
+    if "> thought.jsonl" in text:
+        assert [row["answer"] != "" for row in rows("thought.jsonl")] == [True] * 2
+        ends = [row["end"] for row in rows("thought.jsonl")]
+        assert [json.loads(line) for line in lines[1:]] == [[1, end] for end in ends if end != "stop"]
     if "replies.jsonl" in text:
         assert [(row["id"], row["end"]) for row in rows("replies.jsonl")] == [(1, "stop")] * 2
         assert {row["file"] for row in rows("summaries.jsonl")} == {path.name for path in Path().glob("*.txt")}
@@ -365,28 +377,29 @@ def test_conversation():
 
 
 # Of the models in the README's table: dim, hidden_dim, n_layers, n_heads, n_kv_heads, whether the
-# classifier is the embedding, n_experts, n_experts_used. The first two checkpoints store it twice.
+# classifier is the embedding, n_experts, n_experts_used, delta_v_heads.
 SHAPES = {
-    "Qwen3-0.6B": (1024, 3072, 28, 16, 8, True, 0, 0), "Qwen3-1.7B": (2048, 6144, 28, 16, 8, True, 0, 0),
-    "Qwen3-4B": (2560, 9728, 36, 32, 8, True, 0, 0), "Qwen3-8B": (4096, 12288, 36, 32, 8, False, 0, 0),
-    "Qwen3-14B": (5120, 17408, 40, 40, 8, False, 0, 0),
-    "Qwen3-30B-A3B-Instruct-2507": (2048, 768, 48, 32, 4, False, 128, 8),
-    "Qwen3.5-35B-A3B": (2048, 512, 40, 16, 2, False, 256, 8)}
+    "Qwen3.5-0.8B": (1024, 3584, 24, 8, 2, True, 0, 0, 16), "Qwen3.5-2B": (2048, 6144, 24, 8, 2, True, 0, 0, 16),
+    "Qwen3.5-4B": (2560, 9216, 32, 16, 4, True, 0, 0, 32), "Qwen3.5-9B": (4096, 12288, 32, 16, 4, False, 0, 0, 32),
+    "Qwen3.5-35B-A3B": (2048, 512, 40, 16, 2, False, 256, 8, 32),
+    "Qwen3-0.6B": (1024, 3072, 28, 16, 8, True, 0, 0, 0), "Qwen3-4B": (2560, 9728, 36, 32, 8, True, 0, 0, 0),
+    "Qwen3-8B": (4096, 12288, 36, 32, 8, False, 0, 0, 0),
+    "Qwen3-30B-A3B-Instruct-2507": (2048, 768, 48, 32, 4, False, 128, 8, 0)}
 VOCABULARY, HEAD = 151936, 128
-DELTA = {"vocab_size": 248320, "head_dim": 256, "attention_every": 4, "delta_k_heads": 16, "delta_v_heads": 32,
-         "rotary_dim": 64, "gated_attention": 1, "shared_expert": 1}  # of Qwen3.5's mixture
-STATE = 4 * 30 * (32 * 128 * 128 + 3 * 128 * (2 * 16 + 32))  # bytes, of 30 layers
+DELTA = {"vocab_size": 248320, "head_dim": 256, "attention_every": 4, "delta_k_heads": 16, "rotary_dim": 64,
+         "gated_attention": 1}                          # of Qwen3.5
 
 
 def model_bytes(shape, bits, of_a_token=False):
     """Bytes of OUT.bin, or those that a token reads, by the list of tensors that export.py writes."""
-    dim, hidden_dim, n_layers, n_heads, n_kv_heads, shared, n_experts, used = shape
+    dim, hidden_dim, n_layers, n_heads, n_kv_heads, shared, n_experts, used, v_heads = shape
     group = 32 if bits == 4 else 64
     header = export.Header(**dict.fromkeys(export.Header._fields, 0) | {
         "dim": dim, "hidden_dim": hidden_dim, "n_layers": n_layers, "n_heads": n_heads,
         "n_kv_heads": n_kv_heads, "vocab_size": VOCABULARY, "head_dim": HEAD, "shared_classifier": shared,
         "group_size": group, "n_experts": n_experts, "n_experts_used": used,
-        "layer_bits": 4 if bits == 4 else 0, "eight_bits": 4 if bits == 4 else 0} | (DELTA if n_experts == 256 else {}))
+        "layer_bits": 4 if bits == 4 else 0, "eight_bits": 4 if bits == 4 else 0} | (
+            DELTA | {"delta_v_heads": v_heads, "shared_expert": int(n_experts > 0)} if v_heads else {}))
     size = 256
     for output in export.lay_out(header):
         if of_a_token and output.names == ["embed_tokens.weight"] and not shared:
@@ -403,14 +416,14 @@ def test_table_of_models():
     table = {row.split(" | ")[0].split(",")[0]: row.split(" | ")[1:] for row in rows}
     assert table.keys() == SHAPES.keys()
     for name, shape in SHAPES.items():
-        dim, _, n_layers, _, n_kv_heads, *_ = shape
-        has_delta = "3.5" in name
-        position = 8 * n_layers * n_kv_heads * HEAD // (2 if has_delta else 1)  # 10 layers' heads of 256
+        dim, _, n_layers, _, n_kv_heads, *_, v_heads = shape
+        position = 8 * n_layers * n_kv_heads * HEAD // (2 if v_heads else 1)  # a quarter of the layers has heads of 256
+        state = 4 * n_layers * 3 // 4 * (v_heads * HEAD * HEAD + 3 * HEAD * (2 * 16 + v_heads)) * (v_heads > 0)
         files = [model_bytes(shape, bits) for bits in (8, 4)]
         reads = [model_bytes(shape, bits, of_a_token=True) for bits in (8, 4)]
         weights = 2 * (files[0] - 256) / (1 + 4 / 64)   # in 16 bits, but for the norms' few
-        download = weights + 2 * VOCABULARY * dim * (name in list(SHAPES)[:2])
-        expected = [[download], files, [size + position * 4096 + STATE * has_delta for size in files],
+        download = weights + 2 * VOCABULARY * dim * (name == "Qwen3-0.6B")  # stored twice
+        expected = [[download], files, [size + position * 4096 + state for size in files],
                     [position * 16000, position * 16000 * 5 / 16],
                     *([rate * 1e18 / size for size in reads] for rate in (10, 50, 100))]
         assert table[name] == [" / ".join(two_digits(x / 1e9) for x in cell) for cell in expected], name
