@@ -125,7 +125,8 @@ def folder(tmp_path, tokenizer_json, monkeypatch):
         ggufs.write(tmp_path / name, ggufs.values(checkpoint), ggufs.blocks(checkpoint, ggufs.Kind.Q8_0))
     for name in set(re.findall(r" -[fl] (\w+\.txt)|jq -R.* (\w+\.txt)", read)):
         (tmp_path / "".join(name)).write_text("Once upon a time.\nWho are you?\n")
-    (tmp_path / "mails.jsonl").write_text('{"id": 1, "text": "Who are you?", "gold": "Praise"}\n' * 2)
+    (tmp_path / "mails.jsonl").write_text('{"id": 1, "text": "Who are you?", "gold": "Praise"}\n'
+                                          '{"id": 1, "text": "Tell me a story.", "gold": "Complaint"}\n')
     (tmp_path / "mails.csv").write_text('id,mail\n1,"Who, or ""what"",\nare you?"\n2,Hello\n')
     (tmp_path / "questions.jsonl").write_text("".join(
         json.dumps({"question": "What is 3 + 4?", "choices": ["7", "77 and so on", "no"], "gold": gold}) + "\n"
@@ -222,9 +223,10 @@ def check_recipes(text, stdout):
     if "labels.tsv" in text:
         table = [line.split("\t") for line in Path("labels.tsv").read_text().splitlines()]
         assert len(table) == 2 and all(row[0] == "1" and row[1] in text and 0 < float(row[2]) < 1 for row in table)
-        _, choice, p = table[0]
-        assert [json.loads(line) for line in lines[:2]] == [[1, choice, pytest.approx(float(p))]] * 2
-        assert float(lines[2]) == (choice == "Praise") and lines[3:] == [f"2\tPraise\t{choice}"]
+        assert [json.loads(line)[2] for line in lines[:2]] == sorted(float(row[2]) for row in table)
+        (_, first, _), (_, second, _) = table
+        assert float(lines[2]) == ((first == "Praise") + (second == "Complaint")) / 2
+        assert lines[3:] == [f"1\tComplaint\t{second}", f"1\tPraise\t{first}"]
     if "kinds.csv" in text:
         with open("mails.csv", newline="") as given, open("kinds.csv", newline="") as made:
             table = list(csv.DictReader(made))
@@ -248,14 +250,12 @@ def check_recipes(text, stdout):
     if "Who signs?" in text:
         assert len(lines) == 3 and lines[0].startswith("Who signs? ")
     if "> typed.jsonl" in text:
-        likely, = map(json.loads, lines)                # one mail, as both have the id 1
-        answers = {row["name"]: [row["choice"], row["p"][row["choice"]]] for row in rows("typed.jsonl")}
-        assert likely == {"id": 1} | answers and [*answers] == ["kind", "reply", "urgent"]
-        assert [len(row["p"]) for row in rows("typed.jsonl")] == [3, 2, 5] * 2
+        typed = rows("typed.jsonl")                     # both mails have the id 1
+        answers = {row["name"]: [row["choice"], row["p"][row["choice"]]] for row in typed}
+        assert [json.loads(line) for line in lines] == [{"id": 1} | answers]
+        assert [(row["name"], len(row["p"])) for row in typed] == [("kind", 3), ("reply", 2), ("urgent", 5)] * 2
     if "> thought.jsonl" in text:
-        assert [row["answer"] != "" for row in rows("thought.jsonl")] == [True] * 2
-        ends = [row["end"] for row in rows("thought.jsonl")]
-        assert [json.loads(line) for line in lines[1:]] == [[1, end] for end in ends if end != "stop"]
+        assert [(row["answer"] != "", row["end"]) for row in rows("thought.jsonl")] == [(True, "stop")] * 2
     if "replies.jsonl" in text:
         assert [(row["id"], row["end"]) for row in rows("replies.jsonl")] == [(1, "stop")] * 2
         assert {row["file"] for row in rows("summaries.jsonl")} == {path.name for path in Path().glob("*.txt")}
@@ -297,9 +297,7 @@ def test_inline_command(command, folder):
         done = subprocess.run(["sh", "-c", command], capture_output=True, env=substituted(folder))
         assert done.returncode == 1 and b"pip install" in done.stderr, done
         return
-    stdout = run_all([command], folder)
-    if command.startswith("grep"):                      # to the line where forward() begins
-        assert b"static bool forward(" in stdout
+    run_all([command], folder)
     if command.endswith("--bits 4"):
         assert Path("Qwen3-0.6B-q4.bin").exists()
 
@@ -360,15 +358,11 @@ def test_budgets():
     assert len(found) == 3 and all(map(int.__le__, found, most)), found
 
 
-def test_make_run():
-    """Its output as the README shows it, but for the speed and the seed."""
+def test_shown_answers():
+    """What `make run` writes last; in the conversation, after `> ` and a turn, its answer."""
     shown = re.search(r"^\$ make run\n.*\n(.*)\n", READMES[0].read_text(), re.M)[1]
     result = call("make", "-s", "--no-print-directory", "run", cwd=ROOT)
     assert result.returncode == 0 and result.stdout.splitlines()[-1] == shown == "The capital of France is Paris."
-
-
-def test_conversation():
-    """What it shows: `> ` and a turn, its answer."""
     shown = re.search(r"^```text\n(.*?)^```$", READMES[0].read_text(), re.M | re.S)[1].splitlines()
     turns, answers = shown[::2], shown[1::2]
     assert len(turns) == 3 and all(turn.startswith("> ") for turn in turns)
@@ -381,9 +375,8 @@ def test_conversation():
 SHAPES = {
     "Qwen3.5-0.8B": (1024, 3584, 24, 8, 2, True, 0, 0, 16), "Qwen3.5-2B": (2048, 6144, 24, 8, 2, True, 0, 0, 16),
     "Qwen3.5-4B": (2560, 9216, 32, 16, 4, True, 0, 0, 32), "Qwen3.5-9B": (4096, 12288, 32, 16, 4, False, 0, 0, 32),
-    "Qwen3.5-35B-A3B": (2048, 512, 40, 16, 2, False, 256, 8, 32),
-    "Qwen3-0.6B": (1024, 3072, 28, 16, 8, True, 0, 0, 0), "Qwen3-4B": (2560, 9728, 36, 32, 8, True, 0, 0, 0),
-    "Qwen3-8B": (4096, 12288, 36, 32, 8, False, 0, 0, 0),
+    "Qwen3.5-35B-A3B": (2048, 512, 40, 16, 2, False, 256, 8, 32), "Qwen3-0.6B": (1024, 3072, 28, 16, 8, True, 0, 0, 0),
+    "Qwen3-4B": (2560, 9728, 36, 32, 8, True, 0, 0, 0), "Qwen3-8B": (4096, 12288, 36, 32, 8, False, 0, 0, 0),
     "Qwen3-30B-A3B-Instruct-2507": (2048, 768, 48, 32, 4, False, 128, 8, 0)}
 VOCABULARY, HEAD = 151936, 128
 DELTA = {"vocab_size": 248320, "head_dim": 256, "attention_every": 4, "delta_k_heads": 16, "rotary_dim": 64,
@@ -426,11 +419,8 @@ def test_table_of_models():
         expected = [[download], files, [size + position * 4096 + state for size in files],
                     [position * 16000, position * 16000 * 5 / 16],
                     *([rate * 1e18 / size for size in reads] for rate in (10, 50, 100))]
-        assert table[name] == [" / ".join(two_digits(x / 1e9) for x in cell) for cell in expected], name
-
-
-def two_digits(x):
-    return f"{float(f'{x:.2g}'):g}"
+        digits = [[float(f"{x / 1e9:.2g}") for x in cell] for cell in expected]
+        assert table[name] == [" / ".join(f"{x:g}" for x in cell) for cell in digits], name
 
 
 def test_picture_of_the_heads():
