@@ -369,18 +369,16 @@ class Family(NamedTuple):
         return "gated_attention" in self.header
 
 
-QWEN2 = {"hidden_act": "silu", "partial_rotary_factor": 1, "is_causal": True,
-         "use_bidirectional_attention": False}
+QWEN2 = {"hidden_act": "silu", "is_causal": True, "use_bidirectional_attention": False}
 QWEN2_ATTENTION = {"qkv_bias": 1, "no_qk_norm": 1}
 QWEN3 = QWEN2 | {"attention_bias": False}
 MOE = QWEN3 | {"mlp_only_layers": [], "decoder_sparse_step": 1, "qkv_bias": False,
                "shared_expert_intermediate_size": 0, "use_qk_norm": True,
                "use_sliding_window": False}  # transformers has the window in all layers
 DELTA_HEAD, DELTA_TAPS = 128, 4  # of a delta rule: a head's width; the tokens of a convolution
-DELTA = {key: value for key, value in QWEN3.items() if key != "partial_rotary_factor"} | {
-    "linear_key_head_dim": DELTA_HEAD, "linear_value_head_dim": DELTA_HEAD,
-    "linear_conv_kernel_dim": DELTA_TAPS, "attn_output_gate": True,
-    "output_gate_type": ("swish", "silu")}
+DELTA = QWEN3 | {"linear_key_head_dim": DELTA_HEAD, "linear_value_head_dim": DELTA_HEAD,
+                 "linear_conv_kernel_dim": DELTA_TAPS, "attn_output_gate": True,
+                 "output_gate_type": ("swish", "silu")}
 DELTA_MOE = DELTA | {"mlp_only_layers": [], "decoder_sparse_step": 1}
 MOE_NUMBERS = "moe_intermediate_size", "num_experts", "num_experts_per_tok"
 DELTA_NUMBERS = "full_attention_interval", "linear_num_key_heads", "linear_num_value_heads"
@@ -394,11 +392,11 @@ FAMILIES = [
     Family("Qwen3MoeForCausalLM qwen3_moe", "qwen3moe", MOE, head_dim=None, numbers=MOE_NUMBERS),
     Family("Qwen3VLForConditionalGeneration qwen3_vl", "qwen3vl", QWEN3, left_out=("visual.",)),
     Family("Qwen3_5ForCausalLM Qwen3_5ForConditionalGeneration qwen3_5 qwen3_5_text",
-           "", DELTA, GATED, 256, DELTA_NUMBERS, ("visual.", "mtp.")),
+           "qwen35", DELTA, GATED, 256, DELTA_NUMBERS, ("visual.", "mtp.")),
     Family("Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration qwen3_5_moe qwen3_5_moe_text",
-           "", DELTA_MOE | {"norm_topk_prob": True}, SHARED, 256,
+           "qwen35moe", DELTA_MOE | {"norm_topk_prob": True}, SHARED, 256,
            MOE_NUMBERS + DELTA_NUMBERS, ("visual.", "mtp.")),
-    Family("Qwen3NextForCausalLM qwen3_next", "", DELTA_MOE, SHARED, 256,
+    Family("Qwen3NextForCausalLM qwen3_next", "qwen3next", DELTA_MOE, SHARED, 256,
            MOE_NUMBERS + DELTA_NUMBERS, ("mtp.",))]
 
 
@@ -866,7 +864,7 @@ def read_gguf(path: Path) -> Source:
     ggml = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items()}
     bos, eos, eot, eom = (read_ids(path, ggml.get(f"{name}_token_id"))
                           for name in ("bos", "eos", "eot", "eom"))  # eot, eom: of turn, message
-    tokenizer = read_gguf_tokenizer(path, ggml, {"bos": bos, "eos": eos})
+    tokenizer = read_gguf_tokenizer(path, family, ggml, {"bos": bos, "eos": eos})
     texts = {token["id"]: token["content"] for token in tokenizer["added_tokens"]}
     stop_ids = eos + eot + eom + [i for i, text in texts.items() if text == "<|endoftext|>"]
     pooling, poolings = metadata.get(f"{family.gguf}.pooling_type", 0), gguf.PoolingType
@@ -898,7 +896,7 @@ def read_gguf(path: Path) -> Source:
 
 
 def read_gguf_config(path: Path, metadata: dict, tensors: dict[str, Tensor]) -> tuple[Family, dict]:
-    """What normalize_config() gives."""
+    """What normalize_config() gives. The layer of nextn, which guesses tokens, does not count."""
     families = {family.gguf: family for family in FAMILIES if family.gguf}
     name = metadata.get("general.architecture")
     require(path, "general.architecture", name, *families)
@@ -907,10 +905,9 @@ def read_gguf_config(path: Path, metadata: dict, tensors: dict[str, Tensor]) -> 
     if "embed_tokens.weight" not in tensors:
         refuse(path, "tensors", "token_embd.weight")
     numbers = {key: model.get(gguf_key) for key, (*_, gguf_key, _) in NUMBERS.items() if gguf_key}
-    if (head_dim := model.get("attention.key_length")) is None:
-        get = partial(read_number, path, numbers)
-        head_dim = get("hidden_size") // get("num_attention_heads")
-    require(path, "rope.dimension_count", model.get("rope.dimension_count"), head_dim, None)
+    get = partial(read_number, path, numbers)
+    head_dim = get("head_dim", get("hidden_size") // get("num_attention_heads"))
+    rotary_dim = read_number(path, model, "rope.dimension_count", head_dim)
     rope = {key.removeprefix("rope.scaling.").removeprefix("yarn_"): value
             for key, value in model.items() if key.startswith("rope.scaling.") and value != "none"}
     rope.pop("finetuned", None)  # does not change what is computed
@@ -922,17 +919,19 @@ def read_gguf_config(path: Path, metadata: dict, tensors: dict[str, Tensor]) -> 
         if abs(read_number(path, rope, "attn_factor") * default - 1) >= 1e-3:
             rope["attention_factor"] = rope.pop("attn_factor")
     return families[name], numbers | {
+        "num_hidden_layers": get("num_hidden_layers") - bool(model.get("nextn_predict_layers")),
         "head_dim": head_dim, "vocab_size": tensors["embed_tokens.weight"].shape[0],
         "norm_topk_prob": True,  # there is no key for it: llama.cpp always divides
         "rope": {"rope_theta": read_number(path, model, "rope.freq_base"),
+                 "partial_rotary_factor": rotary_dim / head_dim,
                  "rope_type": rope.pop("type", "default")} | rope}
 
 
-def read_gguf_tokenizer(path: Path, ggml: dict, ends: dict[str, list[int]]) -> dict:
+def read_gguf_tokenizer(path: Path, family: Family, ggml: dict, ends: dict[str, list[int]]) -> dict:
     """The contents of tokenizer.json, from the metadata under tokenizer.ggml."""
     require(path, "tokenizer.ggml.model", ggml.get("model"), "gpt2")
-    require(path, "tokenizer.ggml.pre", ggml.get("pre"), "qwen2", "deepseek-r1-qwen", "default",
-            None)
+    pre = "qwen35" if family.gguf.startswith("qwen35") else "qwen2"
+    require(path, "tokenizer.ggml.pre", ggml.get("pre"), pre, "default", "deepseek-r1-qwen", None)
     types = gguf.TokenType
     ids: dict[int, dict[str, int]] = {  # type -> text -> id
         types.NORMAL: {}, types.CONTROL: {}, types.USER_DEFINED: {}, types.UNUSED: {}}
@@ -957,7 +956,7 @@ def read_gguf_tokenizer(path: Path, ggml: dict, ends: dict[str, list[int]]) -> d
               for name, ids in ends.items()}
     return {"model": {"type": "BPE", "vocab": ids[types.NORMAL] | added, "merges": merges},
             "normalizer": {"type": "NFC"},
-            "pre_tokenizer": {"pretokenizers": PRE_TOKENIZERS["qwen2"]},
+            "pre_tokenizer": {"pretokenizers": PRE_TOKENIZERS[pre]},
             "post_processor": {"type": "TemplateProcessing", "special_tokens": around, "single": [
                 {"SpecialToken": {"id": "bos"}}, {"Sequence": {"id": "A"}},
                 {"SpecialToken": {"id": "eos"}}]},
@@ -1022,10 +1021,8 @@ def open_gguf(path: Path, tensors: dict[str, Tensor]) -> dict:
 
 def rename_tensor(name: str) -> str:
     """blk.0.attn_q.weight -> layers.0.self_attn.q_proj.weight. Names that it does not know stay."""
-    match = re.fullmatch(r"(?:blk\.(\d+)\.)?([\w.]+)", name)
-    if not match or match[2] not in GGUF_NAMES:
-        return name
-    return (f"layers.{match[1]}." if match[1] else "") + GGUF_NAMES[match[2]]
+    layer, rest = re.fullmatch(r"(blk\.\d+\.)?(.*)", name, re.DOTALL).groups("")
+    return layer.replace("blk", "layers") + GGUF_NAMES[rest] if rest in GGUF_NAMES else name
 
 
 def drop_copy(tensors: dict[str, Tensor], rows: Collection[int] = ()) -> dict[str, Tensor]:
@@ -1111,7 +1108,8 @@ NUMBERS = {
     "num_hidden_layers": (1, 4096, "block_count", "n_layers"),
     "num_attention_heads": (1, 4096, "attention.head_count", "n_heads"),
     "num_key_value_heads": (1, 4096, "attention.head_count_kv", "n_kv_heads"),
-    "vocab_size": (1, 1 << 20, None, "vocab_size"), "head_dim": (1, 4096, None, "head_dim"),
+    "vocab_size": (1, 1 << 20, None, "vocab_size"),
+    "head_dim": (1, 4096, "attention.key_length", "head_dim"),
     "max_position_embeddings": (1, 1 << 30, "context_length", "max_seq_len"),
     "num_experts": (0, 4096, "expert_count", "n_experts"),
     "num_experts_per_tok": (0, 4096, "expert_used_count", "n_experts_used"),
@@ -1147,22 +1145,17 @@ def read_header(source: Source, bits: int | None, group_size: int | None,
     of_others = {key for row in FAMILIES for key in row.numbers} - {*family.numbers}
     fields = {field: get(key, defaults.get(key)) for key, (*_, field) in NUMBERS.items()
               if field and key not in of_others}
-    if heads % fields["n_kv_heads"]:
-        refuse(where, "num_key_value_heads", f"a divisor of {heads}", fields["n_kv_heads"])
-    every, k_heads, v_heads = (fields.get(name, 1) for name in (
-        "attention_every", "delta_k_heads", "delta_v_heads"))
-    if fields["head_dim"] % 2:
-        refuse(where, "head_dim", "an even number", fields["head_dim"])
+    v_heads = fields.get("delta_v_heads", 0)
     for key, value, divisor in (  # a panel must not have rows of both q and its gate
+            ("num_attention_heads", heads, fields["n_kv_heads"]),
             ("head_dim", fields["head_dim"], PANEL if family.has_delta else 2),
-            ("num_hidden_layers", fields["n_layers"], every),
-            ("linear_num_value_heads", v_heads, k_heads)):
+            ("num_hidden_layers", fields["n_layers"], fields.get("attention_every", 1)),
+            ("linear_num_value_heads", v_heads, fields.get("delta_k_heads", 1))):
         if value % divisor:
             refuse(where, key, f"a multiple of {divisor}", value)
-    rotary_dim = read_rotary_dim(where, config, fields["head_dim"], family.has_delta)
-    fields["rotary_dim"] = 0 if rotary_dim == fields["head_dim"] else rotary_dim
+    fields["rotary_dim"] = read_rotary_dim(where, config, fields["head_dim"], family.has_delta)
     fields["max_seq_len"], fields["rope_theta"], fields["rope_factor"], frequencies = read_rope(
-        where, config, rotary_dim, yarn)
+        where, config, fields["rotary_dim"] or fields["head_dim"], yarn)
     for name, usual in ("rope_theta", 1e6), ("rms_norm_eps", 1e-6):
         if np.float32(fields[name]) == np.float32(usual):
             fields[name] = 0
@@ -1170,7 +1163,7 @@ def read_header(source: Source, bits: int | None, group_size: int | None,
     bits, group_size, levels = choose_quantization(
         source.dtypes, (fields["dim"], fields["hidden_dim"], width), bits, group_size)
     for key, width in (("hidden_size", fields["dim"]), ("num_attention_heads * head_dim", width),
-                       ("linear_num_value_heads * 128", fields.get("delta_v_heads", 0) * 128)):
+                       ("linear_num_value_heads * 128", v_heads * 128)):
         if width % group_size:
             refuse(where, key, f"a multiple of {group_size}, the quantization group", width)
     if "n_experts" in fields:
@@ -1206,15 +1199,15 @@ def read_number(where: Path, values: dict, key: str, default: float | None = Non
 
 
 def read_rotary_dim(where: Path, config: dict, head_dim: int, may_be_part: bool) -> int:
-    """How many of a head's numbers rope rotates."""
+    """How many of a head's numbers rope rotates. 0 stands for all."""
     factor = config["rope"].get("partial_rotary_factor")
     if not may_be_part:
         require(where, "partial_rotary_factor", factor, 1, None)
-        return head_dim
+        return 0
     rotary_dim = int(head_dim * read_number(where, {"factor": factor}, "factor", 0.25))
     if not 2 <= rotary_dim <= head_dim or rotary_dim % 2:
         refuse(where, "partial_rotary_factor", f"an even part of {head_dim}", factor)
-    return rotary_dim
+    return rotary_dim % head_dim
 
 
 def read_rope(where: Path, config: dict, rotary_dim: int, yarn_factor: float | None) -> tuple:
@@ -1855,9 +1848,8 @@ def read_ids(where: Path, value: object) -> list[int]:
 SCALE_SIZES = {32: 0, 8: 4, 4: 2}  # bits of a value -> bytes of its group's scale, a float
 # The 16 values of four bits, by k-means on trained models' weights
 LEVELS = np.array([-127, -100, -78, -61, -46, -33, -21, -9, 2, 13, 24, 36, 49, 64, 82, 106], "i1")
-GGUF_LEVELS = {"Q4_0": np.arange(-8, 8, dtype="i1").tobytes(),
-               "IQ4_NL": np.array(gguf.quants.IQ4_NL.kvalues, "i1").tobytes(),
-               "Q1_0": np.arange(-8, 8, dtype="i1").tobytes()}  # of which it needs -1 and 1
+GGUF_LEVELS = dict.fromkeys(["Q4_0", "Q1_0"], np.arange(-8, 8, dtype="i1").tobytes()) | {
+    "IQ4_NL": np.array(gguf.quants.IQ4_NL.kvalues, "i1").tobytes()}  # Q1_0 needs -1 and 1
 # Header.eight_bits with LEVELS: v, or k and v without QK-norm (Qwen2), the dearest for their size
 EIGHT_BITS = 0b100, 0b110
 
@@ -1881,6 +1873,7 @@ def encode(tensor: Tensor, bits: int, h: Header) -> tuple[np.ndarray, np.ndarray
     copied = is_copied(tensor, bits, h)
     if blocks := copied and tensor.dtype != "Q1_0":
         data = np.frombuffer(tensor.read_bytes(), [("scale", "<f2"), ("values", "u1", 4 * bits)])
+        data = tensor.change(data) if tensor.change else data
     x = data["scale"] if blocks else tensor.read_fp32()
     if not np.isfinite(x).all():
         refuse(tensor.path, tensor.name, "finite numbers", "infinity or NaN")
@@ -2069,10 +2062,6 @@ def find_sizes(h: Header) -> dict[str, int]:
 
 def lay_out(h: Header) -> list[Output]:
     """The tensors of OUT.bin, in its order, without their source."""
-    def is_of(layer: int, name: str) -> bool:
-        is_delta = h.attention_every and (layer + 1) % h.attention_every
-        return (".self_attn." if is_delta else ".linear_attn.") not in name
-
     sizes = find_sizes(h)
     experts = [f"experts.{i}" for i in range(h.n_experts)] + ["shared_expert"] * h.shared_expert
     bits_of = {"fp32": 32, "router": 32, "int8": 8} | {
@@ -2084,7 +2073,8 @@ def lay_out(h: Header) -> list[Output]:
         rows = list(group)
         layers = range(h.n_layers if "*" in rows[0][0] else 1)
         for layer, (name, _, kind, dims, _) in itertools.product(layers, rows):
-            if not is_of(layer, name):
+            is_delta = h.attention_every and (layer + 1) % h.attention_every
+            if (".self_attn." if is_delta else ".linear_attn.") in name:
                 continue
             bits, shape = bits_of[kind], tuple(sizes[size] for size in dims.split(","))
             names = [name.replace("*", f"layers.{layer}").replace("experts.#", expert)
@@ -2147,26 +2137,54 @@ def match_tensors(source: Source, h: Header, computed: dict) -> tuple[Header, li
         Notices.hints += [] if h.shared_classifier else [
             "lm_head.weight is written, too: it is not the embedding as tie_word_embeddings says"]
     wanted = {name: output.shape for output in lay_out(h) for name in output.names}
-    found = deal_rows(h, opened)
+    dealt = deal_rows(h, opened)
     h = h._replace(hidden_dim=h.hidden_dim + -h.hidden_dim % h.group_size)  # pad_with_zeros()
-    extra = [tensors[0].name for name, tensors in found.items() if name not in wanted
+    extra = [tensors[0].name for name, tensors in dealt.items() if name not in wanted
+             and not (source.family.has_delta and re.match(rf"(layers|blk)\.{h.n_layers}\.", name))
              and not (source.embedding and name == "lm_head.weight")
              and not name.endswith(".inv_freq")]  # rope's frequencies, from older programs
-    missing = [name for name in wanted if name not in found]
+    missing = [name for name in wanted if name not in dealt]
     if missing or extra and (where.is_file() or any(".mlp.experts." in name for name in extra)):
         refuse(where, "tensors", "the ones that config.json implies (with its tie_word_embeddings)",
                f"missing: {list_names(missing)}; left over: {list_names(extra)}")
     Notices.hints += [f"left out, as transformers does: {list_names(extra)}"] if extra else []
+    found = {name: dealt[name] for name in wanted}
     for name, shape in wanted.items():
-        if (joined := join_shapes(found[name])) != list(shape):
-            refuse(where, f"shape of {found[name][0].name}", list(shape), joined)
-    for dtype, tensor in {found[name][0].dtype: found[name][0] for name in wanted}.items():
+        joined, squeezed = join_shapes(found[name]), [n for n in shape if n > 1]
+        if joined != list(shape) and not (where.is_file() and joined == squeezed):  # a GGUF file
+            mlx = " (not MLX's: the one that it was made from)" if "conv1d" in name else ""
+            refuse(where, f"shape of {found[name][0].name}", f"{list(shape)}{mlx}", joined)
+    for dtype, tensor in {tensors[0].dtype: tensors[0] for tensors in found.values()}.items():
         if dtype not in FLOAT_TYPES and not (where.is_file() and can_read(dtype)):  # a GGUF file
             refuse(where, f"dtype of {tensor.name}", "BF16, F16, F32 or, in a GGUF file, one that "
                    "the gguf package dequantizes", dtype)
+    if where.is_file() and source.family.has_delta:
+        undo_converter(h, found, source.family.gguf)
     panel = Tensor("zeros", where, 0, "F32", (PANEL, h.dim), bytes(4 * PANEL * h.dim))
     return h, [output._replace(tensors=[part for name in output.names for part in pad_with_zeros(
         found[name], output.shape, panel)]) for output in lay_out(h)]
+
+
+def undo_converter(h: Header, found: dict[str, list[Tensor]], arch: str) -> None:
+    """Undoes -exp(A_log), and v heads in the order of their place at a k head, then of k heads."""
+    step = h.delta_v_heads if arch == "qwen3next" else h.delta_k_heads
+    heads = np.arange(h.delta_v_heads).reshape(-1, step).T.ravel()  # where each v head is
+    channels = np.append(np.arange(2 * h.delta_k_heads), 2 * h.delta_k_heads + heads)
+    changes = {
+        "A_log": np.negative,  # norms have their 1 already
+        "conv1d.weight": lambda x: DELTA_CHANGES["linear_attn.conv1d.weight"](
+            x.reshape(len(channels), -1)[channels]),
+        "out_proj.weight": lambda x: x.reshape(  # blocks of 32 numbers, or numbers
+            -1, len(heads), DELTA_HEAD // 32 if x.dtype.names else DELTA_HEAD)[:, heads].ravel()}
+    for name, tensors in found.items():
+        kind = name.rpartition("linear_attn.")[2]
+        if re.fullmatch(r"in_proj_[vzab]\.weight|A_log|dt_bias", kind):
+            n_rows, *row = join_shapes(tensors)
+            shape = n_rows // len(heads), *row
+            parts = [tensor.part(start, *shape) for tensor in tensors
+                     for start in range(0, tensor.size, math.prod(shape))]
+            tensors = [parts[i] for i in heads]
+        found[name] = [tensor._replace(change=changes.get(kind)) for tensor in tensors]
 
 
 def write_model(out: BinaryIO, h: Header, outputs: list[Output]) -> None:

@@ -152,6 +152,16 @@ def save(folder: Path, config: dict, tensors: dict[str, np.ndarray], tokenizer=N
     return folder
 
 
+# A chat template that strips contents, as Qwen3.5's does
+STRIPS = """{% for m in messages %}{% set text = m.content | trim %}
+{%- if m.role == 'system' and not loop.first %}{{ raise_exception('System message must be at the beginning.') }}{% endif %}
+{%- if m.role == 'assistant' and '</think>' in text %}{% set text = text.split('</think>')[-1].lstrip('\\n') %}{% endif %}
+{{- '<|im_start|>' + m.role + '\\n' + text + '<|im_end|>\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}
+{%- if enable_thinking is defined and enable_thinking is true %}{{ '<think>\\n' }}{% else %}{{ '<think>\\n\\n</think>\\n\\n' }}
+{%- endif %}{% endif %}"""
+
+
 # -- the comparison with transformers
 
 RECORDED = Path(__file__).with_name("deltas.json")   # shape -> the nll of each id but the first, by transformers

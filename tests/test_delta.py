@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import deltas
+import ggufs
 import numpy as np
 import pytest
 import reference
@@ -15,7 +16,7 @@ from conftest import export, perplexity, qwen3, refused, split_tokenizer
 
 MOE = {"shared_expert_intermediate_size", "num_experts_per_tok"}
 KINDS = {"dense": {}, "moe": {}, "next": {}, "as many v heads": {"linear_num_value_heads": 2}, "three v heads a k head": {
-    "linear_num_key_heads": 1, "linear_num_value_heads": 3, "tie_word_embeddings": False, "num_hidden_layers": 8},
+    "linear_num_value_heads": 6, "tie_word_embeddings": False, "num_hidden_layers": 8},
     "every second": {"full_attention_interval": 2}}
 
 
@@ -49,6 +50,33 @@ def test_mlx(tmp_path, model, tokenizer35, run):
     tensors = {name: x.swapaxes(1, 2) if "conv1d" in name else x for name, x in tensors.items()}
     deltas.save(tmp_path / "hf", config, tensors, tokenizer35)
     refused(run("hf", "out.bin"), "shape of language_model.model.layers.0.linear_attn.conv1d.weight")
+
+
+@pytest.mark.parametrize("model, kind, how", [
+    ("dense", "F32", {}), ("moe", "BF16", {"guess": True, "joined": True}), ("next", "F16", {"guess": True}),
+    ("next", "F32", {"joined": True}), ("three v heads a k head", "BF16", {"guess": True})], indirect=["model"])
+def test_gguf(tmp_path, model, tokenizer35, kind, how):
+    """v heads in HF's order, norms and decays as there, and no layer that guesses tokens."""
+    out = export(ggufs.write_delta(tmp_path / "m.gguf", model, tokenizer35, kind, **how), tmp_path / "out.bin")
+    assert out.read_bytes() == reference.Model.from_tensors(*model.published()).to_bytes()
+
+
+@pytest.mark.parametrize("model", ["three v heads a k head"], indirect=True)
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "IQ4_NL"])
+def test_gguf_blocks(tmp_path, model, tokenizer35, kind):
+    """Blocks are copied, those of columns of v heads, too."""
+    w = reference.Model.from_bin(export(ggufs.write_delta(tmp_path / "m.gguf", model, tokenizer35, kind), tmp_path / "o.bin")).w
+    for name, part, first in ("o", "out_proj", 0), ("v", "in_proj_qkv", 512), ("z", "in_proj_z", 0):
+        stored = ggufs.quantize(model.tensors[f"model.layers.0.linear_attn.{part}.weight"], ggufs.Kind[kind])[first:]
+        assert np.array_equal(w[name][0].rows(range(len(stored))), ggufs.gguf.dequantize(stored, ggufs.Kind[kind]))
+
+
+@pytest.mark.parametrize("name, rows, pattern", [
+    ("blk.0.attn_qkv", 769, "shape of blk.0.attn_qkv.weight, expected rows in multiples of 1024, found .769, 64.$"),
+    ("blk.0.attn_gate", 511, "shape of blk.0.attn_gate.weight, expected .512, 64., found .511, 64.$")])
+def test_gguf_refused(tmp_path, tokenizer35, run, name, rows, pattern):
+    ggufs.write_delta(tmp_path / "m.gguf", deltas.Delta("dense"), tokenizer35, "F32", more={name: rows})
+    refused(run("m.gguf", "out.bin"), pattern)
 
 
 @pytest.mark.parametrize("shape", deltas.SHAPES)
@@ -106,11 +134,16 @@ def test_refused(tmp_path, tokenizer35, run, changes, pattern):
     refused(run("hf", "out.bin"), pattern)
 
 
-def test_missing_tensor(tmp_path, tokenizer35, run):
-    config, tensors = deltas.Delta("dense").published()
-    del tensors["model.language_model.layers.0.linear_attn.in_proj_qkv.weight"]
+@pytest.mark.parametrize("kind, change, pattern", [
+    ("dense", lambda t: t.pop("model.language_model.layers.0.linear_attn.in_proj_qkv.weight"),
+     "missing: layers.0.linear_attn.in_proj_q.weight"),
+    ("next", lambda t: t.update({name: x.swapaxes(1, 2) for name, x in t.items() if "conv1d" in name}),  # MLX's
+     r"conv1d.weight, expected \[1024, 1, 4\] \(not MLX's: .*\), found \[1024, 4, 1\]$")])
+def test_tensors_refused(tmp_path, tokenizer35, run, kind, change, pattern):
+    config, tensors = deltas.Delta(kind).published()
+    change(tensors)
     deltas.save(tmp_path / "hf", config, tensors, tokenizer35)
-    refused(run("hf", "out.bin"), "missing: layers.0.linear_attn.in_proj_q.weight")
+    refused(run("hf", "out.bin"), pattern)
 
 
 def test_yarn(tmp_path, tokenizer35):
@@ -126,7 +159,7 @@ def test_yarn(tmp_path, tokenizer35):
 @pytest.mark.parametrize("width, plain", [(64, "-t 0.7 -p 0.8 -k 20 -a 1.5"), (1024, "-t 1 -p 1 -k 20 -a 2")])
 def test_settings_of_the_cards(tmp_path, tokenizer35, width, plain):
     """They hold if the checkpoint has none; Qwen3.5-0.8B has its own, by its width. Greedy answers have no penalty."""
-    folder = deltas.save(tmp_path / "hf", *deltas.Delta("dense", hidden_size=width).published(), tokenizer35, STRIPS)
+    folder = deltas.save(tmp_path / "hf", *deltas.Delta("dense", hidden_size=width).published(), tokenizer35, deltas.STRIPS)
     (folder / "generation_config.json").write_text('{"eos_token_id": 1}')
     out = export(folder, tmp_path / "out.bin")
     for options, expected in ((), plain), (("-r", 1), "-t 1 -p 0.95 -k 20 -a 1.5"), (("-t", 0), "-a 0"), (("-a", 1), "-a 1 "):
@@ -134,19 +167,10 @@ def test_settings_of_the_cards(tmp_path, tokenizer35, width, plain):
         assert expected in re.search("sampling: .*", err)[0]
 
 
-STRIPS = """{% for m in messages %}{% set text = m.content | trim %}
-{%- if m.role == 'system' and not loop.first %}{{ raise_exception('System message must be at the beginning.') }}{% endif %}
-{%- if m.role == 'assistant' and '</think>' in text %}{% set text = text.split('</think>')[-1].lstrip('\\n') %}{% endif %}
-{{- '<|im_start|>' + m.role + '\\n' + text + '<|im_end|>\\n' }}{% endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}
-{%- if enable_thinking is defined and enable_thinking is true %}{{ '<think>\\n' }}{% else %}{{ '<think>\\n\\n</think>\\n\\n' }}
-{%- endif %}{% endif %}"""
-
-
 def test_template_that_strips(tmp_path, tokenizer35):
     """As Qwen3.5's does. An empty section says it; no later system message is known."""
     config, tensors = deltas.Delta("dense").published()
-    export(deltas.save(tmp_path / "hf", config, tensors, tokenizer35, STRIPS), tmp_path / "out.bin")
+    export(deltas.save(tmp_path / "hf", config, tensors, tokenizer35, deltas.STRIPS), tmp_path / "out.bin")
     sections = split_tokenizer((tmp_path / "out.bin.tokenizer").read_bytes())[1]
     assert sections[b"strp"] == b"" and b"syst" not in sections and b"gues" not in sections
     assert re.findall(rb"<think>[\n</think>]*", sections[b"chat"]) == [b"<think>\n\n</think>\n\n", b"<think>\n"]
