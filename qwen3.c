@@ -1350,7 +1350,8 @@ static void render(const Tokenizer *tok, const Conversation *conversation, size_
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
-#if defined(__OPTIMIZE__) && !defined(__clang__)  // GCC would take a third of its time for Part II
+// At -O3, GCC would spend a third of its time on Part II, which no user would see run faster.
+#if defined(__OPTIMIZE__) && !defined(__clang__)
 #pragma GCC push_options
 #pragma GCC optimize("O1", "fp-contract=off")
 #endif
@@ -3152,8 +3153,8 @@ static void progress_end(void) {
     progress.tokens = 0;
 }
 
-// Shows `label`, the rate of about `tokens` tokens, and the time for the rest: `part` of the work
-// is done (0: unknown), if the rate stays. (A prompt takes longer: attention reads more and more.)
+// Shows `label`, the rate of about `tokens` tokens since `start`, and the time for the rest if this
+// rate stays: `part` of the work is done (0: unknown). (A prompt's rate falls: attention grows.)
 static void progress_show(double start, double tokens, double part, const char *label) {
     const double t = now(), seconds = t - start, rate = tokens / seconds;
     if (quiet || seconds < 2 || t < progress.painted + 0.1 || !is_terminal(STDERR_FILENO)) return;
@@ -5115,7 +5116,7 @@ int main(int argc, char **argv) {
 // ================================================================================================
 
 #if defined(__OPTIMIZE__) && !defined(__clang__)
-#pragma GCC pop_options
+#pragma GCC pop_options  // Part III has the command line's -O again
 #endif
 #include <fcntl.h>
 #include <pthread.h>
