@@ -57,6 +57,10 @@ def by_reference(source):
     config.setdefault("head_dim", source.family.head_dim)
     tensors = {name: tensor.read_fp32().reshape(tensor.shape)
                for name, tensor in source.open_tensors().items()}
+    for name, x in tensors.items() if source.family.has_delta else ():  # back to the checkpoint's numbers
+        tensors[name] = np.log(x) if name.endswith("A_log") else \
+            x.ravel().reshape(4, -1).T[:, None] if "conv1d" in name else \
+            x - 1 if "norm" in name and "linear_attn" not in name else x
     return reference.Model.from_tensors(config, tensors, "fp32").logits, "reference.py"
 
 

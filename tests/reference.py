@@ -383,7 +383,7 @@ class Model(Transformer):
             hf = hf["text_config"] | {key: hf[key] for key in ("architectures", "tie_word_embeddings")}
         tensors = {re.sub(r"^model\.(language_model\.)?", "", name): x for name, x in tensors.items()}
         qwen2 = hf["architectures"] == ["Qwen2ForCausalLM"]
-        delta = "linear_num_key_heads" in hf
+        delta = bool(hf.get("linear_num_key_heads"))
         moe = "Moe" in hf["architectures"][0] or "Next" in hf["architectures"][0]
         experts = hf.get("num_experts", hf.get("num_local_experts")) if moe else 0
         head_dim = hf["hidden_size"] // hf["num_attention_heads"] if qwen2 else hf["head_dim"]

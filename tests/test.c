@@ -1933,6 +1933,7 @@ int main(int argc, char **argv) {
                             .think = rendering && *argv[2] == '1'};
     quiet = rendering;
     load_model(&engine);
+    engine.model.state.delta = alloc(state_size(&engine.model.config), sizeof(float), "a test");
     if (scoring) return print_logits(engine.pass);
     return rendering ? print_prompt(&engine) : print_tokens(&engine.tokenizer);
 }

@@ -1,11 +1,12 @@
 """make quality: its numbers are those of the programs that it compares."""
 import re
 
+import deltas
 import numpy as np
 import pytest
 import quality
 import reference
-from checkpoints import experts
+from checkpoints import experts, train_tokenizer
 from conftest import ROOT, TINY, call, perplexity, tokenize
 from gguf import GGMLQuantizationType as Kind
 from test_gguf import make  # noqa: F401 (a fixture)
@@ -53,6 +54,16 @@ def test_gguf_and_checkpoint(checkpoint, make, tmp_path, capsys, config):  # noq
     text.write_text("The capital of France is Paris.\n" * 12)
     folder, file = (table(capsys, source, text) for source in (ck.save(tmp_path / "in"), make(ck, Kind.F32)))
     assert [row[-3:] for row in folder.values()] == [row[-3:] for row in file.values()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["dense", "moe", "next"])
+def test_delta_layers(tmp_path, capsys, kind):
+    """The numbers compared are the checkpoint's, not OUT.bin's."""
+    folder = deltas.save(tmp_path / "hf", *deltas.Delta(kind).published(), train_tokenizer(split=reference.SPLIT35))
+    (tmp_path / "text").write_text(TEXT)
+    found = table(capsys, folder, tmp_path / "text")
+    assert found["8"][-1] < 0.2 and abs(found["8"][-3] - found["fp32"][4]) < 0.1, found
 
 
 @pytest.mark.slow
