@@ -40,7 +40,7 @@
    Wq h is a matrix (out, in) times a vector (in). q . K are the dot products of q with the rows of
    K; shares times V is the sum of the rows of V, each times its share. u * v multiplies element by
    element. The embedding table, all W, rms_ and _norm are weights; eps is mostly 1e-6. One step is
-   left out: quantize rounds a vector to 8 bits before a W (but a router) multiplies it (Q8(h)):
+   left out: quantize rounds a vector to 8 bits (Q8(h)) before any but small matrices multiply it:
 
    x -+- norm, Q8, Wqkv, norm, rope, attention, Q8, Wo -(+)-+- norm, Q8, W1 W3, silu, Q8, W2 -(+) x
       '--------------------------------------------------'  '----------------------------------'
@@ -61,9 +61,9 @@
      Order.   Without rope, a key would have the same share wherever it stands. Rope turns pairs of
               elements of q and k by angles in proportion to pos: so q . k depends on the distance.
 
-   Qwen3.5 has two kinds of layers. Every fourth one is as above, with a gate on its a. The others
-   have no attention and no KV cache, but a matrix for each head. Each token reads and changes it.
-   They stand in a section of their own, The delta rule: skip it for Qwen3.
+   Qwen3.5 has two kinds of layers. Every fourth one is as above, with a gate on its a. The others,
+   delta layers, compute a otherwise. They keep no keys and values, but a matrix for each head. Each
+   token reads and changes it. See the section The delta rule, and skip it for Qwen3.
 
    After the last layer come the logits,
 
@@ -73,7 +73,7 @@
    the token of x. So an answer's first token is drawn by the last x of the prompt. The logits of an
    earlier x only tell how well the model predicts a given text. Its perplexity is exp(the mean of
    -log(p) of its tokens but the first): 20 if the model is as unsure as among 20 equally likely
-   tokens. Its embedding is made of its last x (embed_text).
+   tokens. A text's embedding is made of its last x (embed_text).
 
    To learn how a model runs, read Part I: run_layer, forward and run_text first, because they name
    the rest, then from the top. It defines, in plain C, how one text runs, one token at a time, from
@@ -144,7 +144,7 @@ typedef struct {
     int max_seq_len;        // positions the model was made for; HF max_position_embeddings
     int head_dim;           // n_heads * head_dim need not be dim
     int shared_classifier;  // 1: Wcls is the token embedding; HF tie_word_embeddings
-    int group_size;         // weights of a row with one scale; divides dim, q_dim and hidden_dim
+    int group_size;         // weights of a row with one scale; divides the cols of every Matrix
     int layer_bits;         // of a weight of the layers' matrices, 8 or 4; the others have 8
     int eight_bits;         // bit i set: matrix i of wq wk wv wo w1 w2 w3 wg has 8 nevertheless
     int panels;             // 1: the file has panels (see weight_int), 0: loading makes them
@@ -194,18 +194,18 @@ typedef struct {
     Matrix wk, wv;         // (kv_dim, dim)               self_attn.k_proj, v_proj
     Matrix wg;             // (q_dim, dim) or no rows     self_attn.q_proj: its gate
     Matrix wo;             // (dim, q_dim)                self_attn.o_proj
-    // A delta layer has Wq, Wk (delta_k_dim, dim), Wv, Wg (delta_v_dim, dim), Wo (dim, delta_v_dim)
-    // and these, HF linear_attn:
+    // A delta layer (HF linear_attn) has Wq, Wk (delta_k_dim, dim), Wv (delta_v_dim, dim), together
+    // in_proj_qkv; Wg (delta_v_dim, dim), in_proj_z; Wo (dim, delta_v_dim), out_proj; and these:
     const float *conv;     // (PAST + 1, delta_dim) or NULL: attention   conv1d
     const float *forget;   // (delta_v_heads)             exp(A_log)
     const float *dt_bias;  // (delta_v_heads)             dt_bias
-    const float *o_norm;   // (DELTA_DIM)                 norm
+    const float *o_norm;   // (DELTA_DIM)                 norm. (Qwen3.5's other norms: 1 + HF's)
     const float *wa, *wb;  // (delta_v_heads, dim)        in_proj_a, in_proj_b
     // With experts, w1, w3 and w2 hold the rows of expert 0, then those of expert 1, and so on.
     Matrix w1, w3;         // (hidden_dim, dim)           mlp.gate_proj, up_proj
     Matrix w2;             // (dim, hidden_dim)           mlp.down_proj
-    const float *router;   // (n_experts, dim) or NULL    mlp.gate, then mlp.shared_expert_gate
-    int number;            // of this kind: in the KV cache, or in the state of delta layers
+    const float *router;   // (all_experts, dim) or NULL  mlp.gate, then mlp.shared_expert_gate
+    int number;            // among layers of its kind: its place in the KV cache, or in State.delta
 } Layer;
 
 typedef struct {             // take_weights (Part II) has their order in the file
@@ -227,15 +227,15 @@ typedef struct {
     float *cos, *sin;  // (rotary_dim / 2)  of the angles of rope at the token's position
     float *h;          // (dim)           rmsnorm(x)
     Q8 h8;             // (dim)           Q8(h)
-    float *q;          // (q_dim)         its queries; in a delta layer q, k and v (delta_dim)
-    float *a;          // (q_dim)         what attention finds for each query, or S (delta_v_dim)
-    float *a_gate;     // (q_dim)         Wg h
-    Q8 a8;             // (q_dim)         Q8(a)
+    float *q;          // (q_dim)         its queries; in a delta layer (delta_dim): its q, k and v
+    float *a;          // (q_dim)         what its queries find; in a delta layer (delta_v_dim)
+    float *a_gate;     // (as a)          Wg h
+    Q8 a8;             // (as a)          Q8(a)
     float *gate;       // (hidden_dim)    W1 h, then silu(W1 h) * (W3 h)
     float *up;         // (hidden_dim)    W3 h
     Q8 gate8;          // (hidden_dim)    Q8(gate)
-    float *router_out; // (n_experts)     see choose_experts: Wr h, then exp of it, then -1
-    float *share;      // (n_experts)     the share of each chosen expert, and of a shared one
+    float *router_out; // (all_experts)   see choose_experts: Wr h, then exp of it, then -1
+    float *share;      // (all_experts)   the share of each chosen expert, and of a shared one
     float *y;          // (dim)           one expert's output
     float *out;        // (dim)           what is added to x
     float *logits;     // (vocab_size)
@@ -313,7 +313,7 @@ static void silu_times(float *gate, const float *up, int n) {
 
 // ------------------------------------------------------------------------------------------------
 // Quantization and the matrix product. For one token, reading the weights from memory takes longer
-// than the arithmetic. So all matrices but the small router are quantized: they take fewer bytes.
+// than the arithmetic. So all matrices but a few small ones are quantized: they take fewer bytes.
 //
 // With 8 bits, the weights of a group (32 to 256 consecutive ones of a row) are stored as int8
 // values and a float scale: a weight is its int8 times the scale. (The largest weight sets the
@@ -557,22 +557,22 @@ static void run_attention(Model *m, int l, int pos) {
 // The delta rule (Gated DeltaNet, arXiv 2412.06464; HF Qwen3_5GatedDeltaNet): skip it for Qwen3.
 //
 // A delta layer has a matrix S (DELTA_DIM, DELTA_DIM) for each value head. It maps keys to values:
-// S^T k is the value that S has for the key k. For each token, S first forgets a part (g is between
-// 0 and 1). Then it learns a part (b, too) of what it lacks: the difference (delta) between the
-// token's value and the one that S has for its key. Last, the token's query asks S. S has one size,
-// however long the text. In place of the lines from q to a, a delta layer computes
+// S^T k, the sum of the rows of S, each times its element of k, is the value that S has for k. For
+// each token, S first forgets: it keeps the share g. Then it learns d, a share b of the difference
+// (delta) between the token's value and the one that S has for its key. |k| is 1: so S + k d^T has
+// d more for k. Last, the token's query asks S. In place of the lines from q to a, a layer computes
 //
 //   u = [Wq h; Wk h; Wv h]                   delta_k_heads q and k, delta_v_heads v (DELTA_DIM)
 //   [q; k; v] = silu(conv[0] * u3 + conv[1] * u2 + conv[2] * u1 + conv[3] * u)
 //                                            u1 is u of the token before, u2 of the one before u1
 //   q = q / |q| / sqrt(DELTA_DIM), k = k / |k|    for each head
-//   g = exp(-forget * softplus(Wa h + dt_bias))   a number for each value head, as b;
-//   b = sigmoid(Wb h)                             softplus(z) = log(1 + exp(z))
+//   g = exp(-forget * softplus(Wa h + dt_bias))   softplus(z) = log(1 + exp(z))
+//   b = sigmoid(Wb h)                        each value head has one g and one b, from 0 to 1
 //   d = b * (v - g S^T k)                    for each value head; delta_v_heads / delta_k_heads
-//   S = g S + k d^T                          neighbours have the same q and k
+//   S = g S + k d^T                          neighbours share q and k; (k d^T)[i][j] = k[i] * d[j]
 //   a = rmsnorm(S^T q, o_norm) * silu(Wg h)
 //
-// Before a text, S and u are 0. S and the last three u, of all delta layers, are a text's state.
+// All S and the last three u, at first 0, are a text's state. A token overwrites it: no going back.
 
 enum { DELTA_DIM = 128, PAST = 3 };  // of a head; tokens that the convolution sees before its own
 
@@ -581,11 +581,11 @@ static size_t layer_state(const Config *c) {
     return (size_t)DELTA_DIM * c->delta_v_dim + PAST * c->delta_dim;
 }
 
-static size_t state_size(const Config *c) {  // of a text; 0 without delta layers
+static size_t state_size(const Config *c) {  // of any text; in Qwen3.5-0.8B 5,050,368 (20 MB)
     return (c->n_layers - c->n_kv_layers) * layer_state(c);
 }
 
-// A head's u becomes silu of its convolution, and u3 u2 u1 (past) u2 u1 u. conv has rows of n.
+// A head's u becomes silu of its convolution; past (u3 u2 u1) becomes u2 u1 u. conv has rows of n.
 static void convolve(float *restrict u, float *restrict past, const float *restrict conv, int n) {
     float *u3 = past, *u2 = u3 + DELTA_DIM, *u1 = u2 + DELTA_DIM;
     const float *conv1 = conv + n, *conv2 = conv1 + n, *conv3 = conv2 + n;
@@ -598,13 +598,13 @@ static void convolve(float *restrict u, float *restrict past, const float *restr
     }
 }
 
-// x (DELTA_DIM) = x / |x| * scale
+// x (DELTA_DIM) = x / |x| * scale. (|x| is its length, sqrt(x . x). 1e-6 keeps it above 0.)
 static void make_unit(float *x, float scale) {
     const float inverse = scale / sqrtf(dot_of(x, x, DELTA_DIM) + 1e-6f);
     for (int i = 0; i < DELTA_DIM; i++) x[i] *= inverse;
 }
 
-// Computes g and b of a value head.
+// Computes g and b of a value head. wa and wb are not quantized: so h is not, either.
 static void rates_of(const Layer *layer, const float *h, int dim, int head, float *g, float *b) {
     const float *wa = layer->wa + (size_t)head * dim, *wb = layer->wb + (size_t)head * dim;
     const float z = dot_of(wa, h, dim) + layer->dt_bias[head];
@@ -729,10 +729,10 @@ static void run_experts(Model *m, const Layer *layer) {
 // ------------------------------------------------------------------------------------------------
 // The whole model, for one token. Part III computes the same bits for many at once. It calls
 // rmsnorm, dot_of, silu_times, quantize, add, embed, rope_angles, norm_and_rope, choose_experts,
-// convolve, make_unit, rates_of, norm_and_gate and what these call. Of the others from dot_row to
-// compute_logits it has its own form, Part II of run_text and encode_piece: change both.
+// state_size, convolve, make_unit, rates_of, norm_and_gate and what these call. Of the others from
+// dot_row to compute_logits it has its own form, Part II of run_text and encode_piece: change both.
 
-// Runs layer l: x of the token at position pos becomes x + attention, then x + feed-forward.
+// Runs layer l: x of the token at pos becomes x + attention (or delta rule), then x + feed-forward.
 static void run_layer(Model *m, int l, int pos) {
     const Config *c = &m->config;
     const Layer *layer = &m->weights.layers[l];
@@ -751,8 +751,8 @@ static void run_layer(Model *m, int l, int pos) {
     add(s->x, s->out, c->dim);                // x = x + out
 }
 
-// Runs a token of a text through all layers: then x is the last layer's output, and the cache has
-// its keys and values. The tokens before it must have run. Returns false if Ctrl-C came.
+// Runs a token of a text through all layers, after those before it. Then x is the last layer's
+// output, and the KV cache and the state of delta layers have the token. False if Ctrl-C came.
 static bool forward(Model *m, int token, int pos) {
     embed(m, token, m->state.x);
     rope_angles(&m->config, pos, m->state.cos, m->state.sin);
@@ -1116,9 +1116,9 @@ static double log_sum_exp(float *logits, int n) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// The main loop. A text is its ids, of which the first n_run have run. They run one after the
-// other, from the prompt's first on. The logits of an id predict the id after it. Ids before number
-// `target` are taken as they are. The others are predicted: drawn, or if they are there, scored.
+// The main loop. A text is its ids, of which the first n_run have run. They run in order. An id's
+// logits predict the id after it. Ids before number `target` are taken as they are. The others are
+// predicted: drawn, or if they are there, scored. (Option -o scores given answers: see Part II.)
 //
 //   use             target begins at  each target ...                  the text ends
 //   an answer       the prompt's end  is drawn, appended and written   by one of the Endings below
@@ -1144,10 +1144,10 @@ typedef enum {
 
 typedef struct Text {  // add_text makes it (Part II) of a prompt that has ids and fits
     Ids ids;           // its tokens, those of the prompt first; a perplexity has at least two
-    size_t n_run;      // how many have run: their keys and values are in the KV cache
+    size_t n_run;      // how many have run: the KV cache, and the state of delta layers, have them
     size_t target;     // the number of the id that is predicted next: drawn or scored
-    size_t n_prompt;   // ids before the answer, or with -o before given answers; of a piece: all
-    size_t max_ids;    // the most ids of prompt and answer (option -n), or with -o before these
+    size_t n_prompt;   // ids before the answer, or before given answers (-o); in a perplexity all
+    size_t max_ids;    // the most ids of prompt and answer (option -n), or before given answers
     size_t context;    // the most positions that fit into the cache (option -c); with -o less
     size_t watched;    // repeats count from this id on: first n_prompt; with -n never (INT_MAX)
     int repeats;       // how much it repeats itself: see repeats_itself (Part II)
@@ -1234,9 +1234,9 @@ static Ending add_nll(Text *text, double nll) {
 
 static void add_to_vector(Text *text, double number);  // appends it to the result (Part II)
 
-// A text's embedding is rmsnorm(x, rms_final), of its last id, divided by its length. So the dot
-// product of two is the cosine of their angle: the nearer to 1, the more alike are the texts to a
-// model that was trained for this. Returns COMPLETE, or FAILED if it is not finite.
+// A text's embedding is y / |y|, where y = rmsnorm(x, rms_final) of its last id. So the dot product
+// of two is the cosine of their angle: the nearer to 1, the more alike are the texts to a model
+// that was trained for this. Returns COMPLETE, or FAILED if it is not finite.
 static Ending embed_text(const Model *m, Text *text, float *x) {
     const int dim = m->config.dim;
     double squares = 0;
