@@ -220,8 +220,8 @@ typedef struct {   // a vector (cols) as int8 values, and a scale for each group
     float *scale;  // (cols / group_size)
 } Q8;
 
-// What changes while the model runs: KV cache, state of delta layers, vectors of one token. Part I's
-// functions read and write them. (Part III has a Pass: a cache of blocks, many tokens' vectors.)
+// What changes while the model runs: KV cache, state of delta layers, vectors of one token. Part
+// I's functions use them. (Part III has a Pass: a cache of blocks, and vectors of many tokens.)
 typedef struct {
     float *x;          // (dim)           the residual stream
     float *cos, *sin;  // (rotary_dim / 2)  of the angles of rope at the token's position
