@@ -119,7 +119,7 @@
 // PART I. THE MODEL
 // ================================================================================================
 
-#define INLINE static inline __attribute__((always_inline, unused))  // constant arguments are free
+#define INLINE static inline __attribute__((always_inline, unused))  // constant arguments fold away
 static volatile sig_atomic_t interrupted;  // Ctrl-C was pressed
 
 // Writes one line to stderr, of the form "qwen3: WHERE: WHAT, expected X, found Y" (Part II).
@@ -671,9 +671,9 @@ static void run_delta(Model *m, int l, int pos) {
 //   share = share / (sum over the chosen)    so that they add up to 1; some models skip this
 //   x = x + sum of share[i] W2[i] (silu(W1[i] h) * (W3[i] h)) over the chosen i
 //
-// Qwen3.5 has a shared expert, too, the last. It runs for each token. Its share is sigmoid(Wr h).
+// Qwen3.5's mixture has a shared expert, too, the last. It always runs; its share is sigmoid(Wr h).
 
-// out (dim) = W2 Q8(silu(W1 h8) * (W3 h8)), with an expert's rows. Without experts, it is expert 0.
+// out (dim) = W2 Q8(silu(W1 h8) * (W3 h8)), each W that of `expert` (0 if the layer has none).
 static void feed_forward(Model *m, const Layer *layer, int expert, float *out) {
     const int dim = m->config.dim, hidden_dim = m->config.hidden_dim;
     State *s = &m->state;
@@ -773,15 +773,15 @@ static float *compute_logits(Model *m) {
 
 // ------------------------------------------------------------------------------------------------
 // Text to tokens. Added tokens were put into the vocabulary by hand. Most are marks: <|im_start|>
-// tells the model that a message begins. A raw text is cut at all added tokens, a user's message at
-// no marks: there <|im_start|> is plain text. What lies between gets Unicode's form NFC: e and a
+// begins a message. A raw text (not a chat) is cut at all added tokens, a user's message at no
+// marks: there <|im_start|> is plain text. What lies between gets Unicode's form NFC: e and a
 // combining accent (U+0301) become one letter (U+00E9). So both spellings get the same ids. (The
 // next step would cut at the accent: it is no letter.) A regular expression cuts the text into
 // pieces, mostly words with the space before them: "Hello, world" becomes "Hello" "," " world", ids
 // 9707 11 1879. Then comes byte-pair encoding: at first each byte of a piece is a token. A merge
-// makes one token of two neighbours, if their bytes together are a token. The highest priority is
-// next: l o w e r -> l o w er -> l ow er -> l ower -> lower. Vocabulary and priorities were made
-// before training, from its texts' most frequent pairs. The model only knows texts that are cut so.
+// makes one token of two neighbours, if their bytes together are a token. The merge of the highest
+// priority is next: l o w e r -> l o w er -> l ow er -> l ower -> lower. Vocabulary and priorities
+// were made before training, from its texts' most frequent pairs. A model only knows texts cut so.
 
 typedef struct { const uint8_t *p; size_t n; } Bytes;  // owned elsewhere; no NUL ends a text
 typedef struct { uint8_t *p; size_t n, cap; } Buffer;  // bytes that grow: p has room for `cap`
@@ -800,8 +800,8 @@ static Bytes bytes_from(Bytes b, size_t start) {  // b.p may be NULL if `start` 
 }
 
 enum { OTHER, LETTER, NUMBER, SPACE, END };  // classes of characters; END: after the text
-// Bits of Tokenizer.kind. SPECIAL: its text is not written. NORMALIZED: looked for after NFC. Text
-// that spells a token becomes it: in a raw text if ADDED, in an answer if ANSWERED, else if A_WORD.
+// Bits of Tokenizer.kind. SPECIAL: not written. NORMALIZED: looked for after NFC. Text that spells
+// a token becomes it in a raw text if ADDED, in an answer if ANSWERED, in other messages if A_WORD.
 enum { ADDED = 1, SPECIAL = 2, NORMALIZED = 4, A_WORD = 8, ANSWERED = 16 };
 enum { SYSTEM, USER, ASSISTANT };  // who wrote a message
 
@@ -962,8 +962,8 @@ static void encode_plain(Encoder *enc, Bytes text) { buffer_add(&enc->pending, t
 // Adds a text: added tokens that it spells go to encode_token, the rest to encode_plain. (Part II)
 static void encode_marked(Encoder *enc, Bytes text);
 
-// Adds a message. In an answer the ANSWERED tokens are found, all that are not SPECIAL, because a
-// model draws them. In others only an A_WORD is, a name that a fine-tune added. (Part II)
+// Adds a message. In an answer it finds the ANSWERED tokens, all added ones but SPECIAL, because a
+// model draws them. In other messages it finds only an A_WORD, which a fine-tune added. (Part II)
 static void encode_message(Encoder *enc, Bytes text, int role);
 
 // Appends the ids of a text. If `marked`, all added tokens are found, else those of a user's text.
@@ -1038,9 +1038,9 @@ static void keep_likelier(float *p, int n, int id) {
     for (int i = id; i < n; i++) p[i] = p[i] > limit ? p[i] : 0;
 }
 
-// Sets all p but the k largest to 0; of equal ones the lower ids stay. The largest p is 1, others
-// go down to 8e-39: so the search divides by 256 while fewer than k are found, then it halves what
-// is left. At all times at least k values are >= least, and fewer than k are >= above.
+// Sets all p but the k largest to 0; of equal ones the lower ids stay. It searches for the limit:
+// at least k values are >= least, and fewer than k are >= above. The largest p is 1, others go down
+// to 8e-39: so it divides `above` by 256 until k are found, then it halves the range.
 static void keep_top_k(float *p, int n, int k) {
     float least = 0, above = 2;
     int kept = n;  // how many values are >= least
@@ -1149,7 +1149,7 @@ typedef struct Text {  // add_text makes it (Part II) of a prompt that has ids a
     size_t n_prompt;   // ids before the answer, or before given answers (-o); in a perplexity all
     size_t max_ids;    // the most ids of prompt and answer (option -n), or before given answers
     size_t context;    // the most positions that fit into the cache (option -c); with -o less
-    size_t watched;    // repeats count from this id on: first n_prompt; with -n never (INT_MAX)
+    size_t watched;    // repeats count from this id on: at first n_prompt; with -n never (INT_MAX)
     int repeats;       // how much it repeats itself: see repeats_itself (Part II)
     bool embeds;       // no id is predicted: x becomes an embedding
     double nll;        // the sum of -log(p) of its n scored ids: its perplexity is exp(nll / n)
@@ -1215,7 +1215,7 @@ static Ending draw_next(const Tokenizer *tok, Text *text, float *logits) {
     return id < 0 ? FAILED : accept_id(tok, text, id);
 }
 
-// Returns logits[id]; for -1, any stop id, log(sum(exp(their logits))). (Part II: given answers)
+// Returns logits[id]. Id -1 is any stop id: log(sum(exp(their logits))). (Part II: given answers)
 static double logit_of(const Tokenizer *tok, const float *logits, int id);
 
 // Returns -log(probability) of an id by the logits of the id before it, and overwrites these.
@@ -1310,9 +1310,9 @@ static void encode_answer(Encoder *enc, const ChatFormat *f, const Message *mess
 // Adds the beginning of the answer that the model is to go on with. (Part II)
 static void encode_begun(Encoder *enc, const ChatFormat *f, Bytes text);
 
-// Makes the ids of a conversation, up to where the model's answer begins, or goes on if the last
-// message is the assistant's. Messages before number `first` are left out, except a system message:
-// so a conversation that no longer fits into the context (option -c) forgets its first turns.
+// Makes the ids of a conversation, up to where its answer begins or, if the last message is the
+// assistant's, goes on. Messages before number `first` are left out, except a system message: so a
+// conversation that no longer fits into the context (option -c) forgets its first turns.
 static void render(const Tokenizer *tok, const Conversation *conversation, size_t first, bool think,
                    Ids *out) {
     const ChatFormat *f = &tok->chat;
