@@ -775,7 +775,7 @@ static float *compute_logits(Model *m) {
 // Text to tokens. Added tokens were put into the vocabulary by hand. Most are marks: <|im_start|>
 // begins a message. A raw text (not a chat) is cut at all added tokens, a user's message at no
 // marks: there <|im_start|> is plain text. What lies between gets Unicode's form NFC: e and a
-// combining accent (U+0301) become one letter (U+00E9). So both spellings get the same ids. (The
+// combining accent (U+0301) become one letter (U+00E9). Both spellings get the same ids. (Qwen3's
 // next step would cut at the accent: it is no letter.) A regular expression cuts the text into
 // pieces, mostly words with the space before them: "Hello, world" becomes "Hello" "," " world", ids
 // 9707 11 1879. Then comes byte-pair encoding: at first each byte of a piece is a token. A merge
@@ -876,7 +876,7 @@ static size_t space_length(const Tokenizer *tok, Bytes text) {
 // Returns the length of the first piece of a nonempty text, by Qwen's regular expression. Of its
 // seven alternatives the first that matches wins. (\p{L} is a letter, \p{N} a numeric character, \s
 // white space; (?!\S): the next character is white space or none.) "it's 2024" becomes "it"
-// "'s" " " "2" "0" "2" "4". export.py refuses a checkpoint with another expression.
+// "'s" " " "2" "0" "2" "4". Qwen3.5's has [\p{L}\p{M}] for \p{L}: its file calls marks letters.
 //
 //   1   (?i:'s|'t|'re|'ve|'m|'ll|'d)
 //   2   [^\r\n\p{L}\p{N}]?\p{L}+           letters, after at most one other character
@@ -1148,7 +1148,7 @@ typedef struct Text {  // add_text makes it (Part II) of a prompt that has ids a
     size_t target;     // the number of the id that is predicted next: drawn or scored
     size_t n_prompt;   // ids before the answer, or before given answers (-o); in a perplexity all
     size_t max_ids;    // the most ids of prompt and answer (option -n), or before given answers
-    size_t context;    // the most positions that fit into the cache (option -c); with -o less
+    size_t context;    // the most positions in the cache (option -c); before -o's answers: less
     size_t watched;    // repeats count from this id on: at first n_prompt; with -n never (INT_MAX)
     int repeats;       // how much it repeats itself: see repeats_itself (Part II)
     bool embeds;       // no id is predicted: x becomes an embedding
