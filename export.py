@@ -140,10 +140,9 @@ def export(options: argparse.Namespace) -> None:
         size = lay_out(header)[-1].end + len(tokenizer)
         check_space([*source.downloads(), (targets[1].parent, size)])
         write_at(tokenizer_part, tokenizer, 0)
-        header, outputs = match_tensors(source, header, computed)
+        header, outputs, left_out = match_tensors(source, header, computed)
         write_model(model_part, header, outputs)
-    left_out = " and ".join(f"{name}*" for name in source.family.left_out)
-    form += f", without {left_out}" if left_out else ""
+    form += f", without {' and '.join(left_out)}" if left_out else ""
     text = "The sky is blue." if source.embedding else "Why is the sky blue?"
     say(f"wrote {out} ({outputs[-1].end / 1e6:.1f} MB, {form}) and {out.name}.tokenizer in "
         f"{time.monotonic() - began:.1f} s, run ./qwen3 {shlex.quote(str(out))} -i \"{text}\"")
@@ -361,7 +360,6 @@ class Family(NamedTuple):
     header: dict[str, int] = {}  # fields of Header -> the value that this architecture has
     head_dim: int | None = 128  # where config.json has none; None: hidden_size / heads
     numbers: tuple[str, ...] = ()  # the keys of NUMBERS that not every architecture has
-    left_out: tuple[str, ...] = ()  # begin the names of the tensors that qwen3.c has no use for
 
     @property
     def has_delta(self) -> bool:
@@ -386,18 +384,18 @@ GATED, SHARED = {"gated_attention": 1}, {"gated_attention": 1, "shared_expert": 
 FAMILIES = [
     Family("Qwen2ForCausalLM Qwen2Model qwen2", "qwen2", QWEN2, QWEN2_ATTENTION, None),
     Family("Qwen2VLForConditionalGeneration Qwen2_5_VLForConditionalGeneration qwen2_vl qwen2_5_vl",
-           "qwen2vl", QWEN2, QWEN2_ATTENTION, None, left_out=("visual.",)),
-    Family("MiMoForCausalLM mimo", "", QWEN2, QWEN2_ATTENTION, None, left_out=("mtp_layers.",)),
+           "qwen2vl", QWEN2, QWEN2_ATTENTION, None),
+    Family("MiMoForCausalLM mimo", "", QWEN2, QWEN2_ATTENTION, None),
     Family("Qwen3ForCausalLM Qwen3Model qwen3", "qwen3", QWEN3),
     Family("Qwen3MoeForCausalLM qwen3_moe", "qwen3moe", MOE, head_dim=None, numbers=MOE_NUMBERS),
-    Family("Qwen3VLForConditionalGeneration qwen3_vl", "qwen3vl", QWEN3, left_out=("visual.",)),
+    Family("Qwen3VLForConditionalGeneration qwen3_vl", "qwen3vl", QWEN3),
     Family("Qwen3_5ForCausalLM Qwen3_5ForConditionalGeneration qwen3_5 qwen3_5_text",
-           "qwen35", DELTA, GATED, 256, DELTA_NUMBERS, ("visual.", "mtp.")),
+           "qwen35", DELTA, GATED, 256, DELTA_NUMBERS),
     Family("Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration qwen3_5_moe qwen3_5_moe_text",
            "qwen35moe", DELTA_MOE | {"norm_topk_prob": True}, SHARED, 256,
-           MOE_NUMBERS + DELTA_NUMBERS, ("visual.", "mtp.")),
+           MOE_NUMBERS + DELTA_NUMBERS),
     Family("Qwen3NextForCausalLM qwen3_next", "qwen3next", DELTA_MOE, SHARED, 256,
-           MOE_NUMBERS + DELTA_NUMBERS, ("mtp.",))]
+           MOE_NUMBERS + DELTA_NUMBERS)]
 
 
 class Source(NamedTuple):
@@ -634,7 +632,7 @@ def is_embedding(folder: Path) -> bool:
 
 
 def open_checkpoint(folder: Path, family: Family) -> dict[str, Tensor]:
-    """Name -> tensor, of all files with weights, without those that the family leaves out."""
+    """Name without "model." -> tensor, of all files with weights."""
     tensors: dict[str, Tensor] = {}
     for file, listed in list_weights(folder, os.listdir(folder)).items():
         of_file = open_safetensors(folder / file)
@@ -644,13 +642,12 @@ def open_checkpoint(folder: Path, family: Family) -> dict[str, Tensor]:
         for name, tensor in of_file.items():
             mlx = family.has_delta and name.startswith("language_model.")
             name = re.sub(r"^(language_model\.|model\.)+", "", name)
-            if not name.startswith(family.left_out + ("vision_tower.",)):  # MLX's visual.
-                kind = re.sub(r"^layers\.\d+\.", "", name) if family.has_delta else ""
-                change, shape = DELTA_CHANGES.get(kind), tensor.shape
-                if mlx:  # its norms have their 1, its convolutions are (channels, taps, one)
-                    change = None if "norm" in kind else change
-                    shape = shape[:1] + shape[:0:-1] if "conv1d" in kind else shape
-                add_tensor(tensors, name, tensor._replace(change=change, shape=shape))
+            kind = re.sub(r"^layers\.\d+\.", "", name) if family.has_delta else ""
+            change, shape = DELTA_CHANGES.get(kind), tensor.shape
+            if mlx:  # its norms have their 1, its convolutions are (channels, taps, one)
+                change = None if "norm" in kind else change
+                shape = shape[:1] + shape[:0:-1] if "conv1d" in kind else shape
+            add_tensor(tensors, name, tensor._replace(change=change, shape=shape))
     return tensors
 
 
@@ -2125,10 +2122,10 @@ def join_shapes(tensors: list[Tensor]) -> list[int]:
     return [n_rows + sum(tensor.shape[0] for tensor in tensors[1:]), *row]
 
 
-def match_tensors(source: Source, h: Header, computed: dict) -> tuple[Header, list[Output]]:
-    """Opens the tensors. Returns the header and the outputs with their tensors: none may be
-    missing or of another shape, nor left over in a GGUF file. A classifier of its own counts, as
-    in transformers 5, whatever the config says. Of two tied tensors either one is enough."""
+def match_tensors(source: Source, h: Header, computed: dict) -> tuple[Header, list[Output], list]:
+    """Opens the tensors. Returns the header, the outputs with their tensors and what is left out:
+    none may be missing or of another shape, nor left over in a GGUF file. A classifier of its own
+    counts, as in transformers 5, whatever the config says. Of two tied ones either is enough."""
     where, opened = source.path, source.open_tensors() | computed
     if h.shared_classifier and not source.embedding and "lm_head.weight" in opened:
         opened.setdefault("embed_tokens.weight", opened["lm_head.weight"])
@@ -2140,9 +2137,12 @@ def match_tensors(source: Source, h: Header, computed: dict) -> tuple[Header, li
     dealt = deal_rows(h, opened)
     h = h._replace(hidden_dim=h.hidden_dim + -h.hidden_dim % h.group_size)  # pad_with_zeros()
     extra = [tensors[0].name for name, tensors in dealt.items() if name not in wanted
-             and not (source.family.has_delta and re.match(rf"(layers|blk)\.{h.n_layers}\.", name))
              and not (source.embedding and name == "lm_head.weight")
              and not name.endswith(".inv_freq")]  # rope's frequencies, from older programs
+    guess = rf"|blk\.{h.n_layers}" if source.family.has_delta else ""  # what guesses a token
+    beside = rf"(?:language_|model\.)*((?:visual|vision_tower|mtp|mtp_layers{guess})\.)"
+    left_out = sorted({f"{match[1]}*" for name in extra if (match := re.match(beside, name))})
+    extra = [name for name in extra if not re.match(beside, name)]
     missing = [name for name in wanted if name not in dealt]
     if missing or extra and (where.is_file() or any(".mlp.experts." in name for name in extra)):
         refuse(where, "tensors", "the ones that config.json implies (with its tie_word_embeddings)",
@@ -2162,7 +2162,7 @@ def match_tensors(source: Source, h: Header, computed: dict) -> tuple[Header, li
         undo_converter(h, found, source.family.gguf)
     panel = Tensor("zeros", where, 0, "F32", (PANEL, h.dim), bytes(4 * PANEL * h.dim))
     return h, [output._replace(tensors=[part for name in output.names for part in pad_with_zeros(
-        found[name], output.shape, panel)]) for output in lay_out(h)]
+        found[name], output.shape, panel)]) for output in lay_out(h)], left_out
 
 
 def undo_converter(h: Header, found: dict[str, list[Tensor]], arch: str) -> None:
@@ -2264,7 +2264,7 @@ def check(options: argparse.Namespace) -> None:
             require(out, f"{field} (export it again)", getattr(old, field), *good)
         header, computed = read_header(source, old.layer_bits or 8, old.group_size, options.yarn)
         parts = make_tokenizer(source, header.vocab_size)
-        header, outputs = match_tensors(source, header, computed)
+        header, outputs, _ = match_tensors(source, header, computed)
         check_bytes(out, "the header (the --yarn of the export?)", HEADER.pack(*header), found)
         size = len(join_tokenizer(*parts))
         found = read_file(path := Path(f"{out}.tokenizer"), most=2 * size)

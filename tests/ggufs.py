@@ -157,6 +157,8 @@ def delta_values(model, tokenizer, guess=False) -> dict[str, object]:
                 "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok",
                 "expert_feed_forward_length": "moe_intermediate_size",
                 "expert_shared_feed_forward_length": "shared_expert_intermediate_size"}.items() if hf in n}
+    if family != "qwen3next":  # llama.cpp loads no file without it
+        more["rope.dimension_sections"] = [3, 3, 2, 0]
     return {re.sub("^qwen3[.]", f"{family}.", key): value for key, value in found.items()} | {
         f"{family}.{key}": value for key, value in more.items()} | {
         "general.architecture": family, "tokenizer.ggml.pre": "qwen2" if family == "qwen3next" else "qwen35"}

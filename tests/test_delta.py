@@ -31,11 +31,14 @@ def model(request):
 
 
 @pytest.mark.parametrize("layout, group", [("saved", 32), ("published", 64)])
-def test_eight_bits(tmp_path, model, tokenizer35, layout, group):
+def test_eight_bits(tmp_path, model, tokenizer35, run, layout, group):
+    """The last line names what is left out, if it is there."""
     config, tensors = getattr(model, layout)()
-    folder = deltas.save(tmp_path / "hf", config, tensors, tokenizer35)
-    out = export(folder, tmp_path / "out.bin", "--group-size", group)
-    assert out.read_bytes() == reference.Model.from_tensors(config, tensors, group=group).to_bytes()
+    deltas.save(tmp_path / "hf", config, tensors, tokenizer35)
+    said = run("hf", "out.bin", "--group-size", group)[1][0]
+    assert (tmp_path / "out.bin").read_bytes() == reference.Model.from_tensors(config, tensors, group=group).to_bytes()
+    left_out = "mtp.*" if model.kind == "next" else "mtp.* and visual.*"
+    assert re.findall(r", without (.*)\) and", said) == [left_out] * (layout == "published")
 
 
 def test_mlx(tmp_path, model, tokenizer35, run):
@@ -55,10 +58,12 @@ def test_mlx(tmp_path, model, tokenizer35, run):
 @pytest.mark.parametrize("model, kind, how", [
     ("dense", "F32", {}), ("moe", "BF16", {"guess": True, "joined": True}), ("next", "F16", {"guess": True}),
     ("next", "F32", {"joined": True}), ("three v heads a k head", "BF16", {"guess": True})], indirect=["model"])
-def test_gguf(tmp_path, model, tokenizer35, kind, how):
+def test_gguf(tmp_path, model, tokenizer35, run, kind, how):
     """v heads in HF's order, norms and decays as there, and no layer that guesses tokens."""
-    out = export(ggufs.write_delta(tmp_path / "m.gguf", model, tokenizer35, kind, **how), tmp_path / "out.bin")
-    assert out.read_bytes() == reference.Model.from_tensors(*model.published()).to_bytes()
+    ggufs.write_delta(tmp_path / "m.gguf", model, tokenizer35, kind, **how)
+    said = run("m.gguf", "out.bin")[1][0]
+    assert (tmp_path / "out.bin").read_bytes() == reference.Model.from_tensors(*model.published()).to_bytes()
+    assert re.findall(r", without (.*)\) and", said) == [f"blk.{model.numbers['num_hidden_layers']}.*"] * ("guess" in how)
 
 
 @pytest.mark.parametrize("model", ["three v heads a k head"], indirect=True)
