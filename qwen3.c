@@ -1977,7 +1977,7 @@ static void take_extension(Cursor *in, Tokenizer *tok) {
     if (size != in->rest.n) die_bad(in, "length", "%zu, found %u; %s", in->rest.n, size, in->hint);
     for (int n = 0; in->rest.n; n++) {
         const char *tag = memcpy(tags[n], take(in, 4), 4);
-        Cursor section = {in->file, tag, take_text(in), in->hint, false, 0, NULL};
+        Cursor section = {in->file, tag, .rest = take_text(in), .hint = in->hint};
         for (int i = 0; i < n; i++)
             if (!strcmp(tags[i], tag)) die("%s: section %s is there twice", in->file, tag);
         if (!take_section(&section, tok))
@@ -2318,7 +2318,7 @@ static const struct {
     const char *name;        // for -m
     bool has_answers;        // tokens are drawn
     size_t least;            // the fewest tokens of a text
-    const char *members[7];  // that add_result adds to an object of a list, in this order; NULL
+    const char *members[7];  // that add_result adds to a list's object, in this order, then NULL
 } modes[] = {
     [CHAT] = {"chat", true, 1, {"answer", "end", REASON}},
     [GENERATE] = {"generate", true, 1, {"answer", "end", REASON}},
@@ -2329,7 +2329,7 @@ static const struct {
     [OWN_CHOICES] = {NULL, true, 1, {"choice", "p", "mass", "nll", "tokens", REASON}}};
 
 typedef struct {  // of the command line. Not given: NULL, or -1 without a default
-    const char *model, *text, *file, *list, *json_list, *out, *system, *stop, *answers;
+    const char *model, *text, *file, *list, *out, *system, *stop, *answers;  // list: of -l or -L
     const char *member;    // NAME, if `answers` is @NAME
     int mode, think, top_k, context, cache_bits, batch, threads;
     int n;                 // -1: no limit, -2: none, but repeats end an answer
@@ -2379,7 +2379,7 @@ typedef struct {
     char letter;
     enum { TEXT, MODE, INTEGER, REAL, SEED } type;
     size_t place;           // in Options
-    enum { ALWAYS, ANSWERS, CHATS } counts;  // where: else a notice says that it has no effect
+    enum { ALWAYS, ANSWERS, CHATS } counts;  // where (chats have answers): else a notice
     double low, high;       // limits of the value; of a TEXT or SEED, of its number of bytes
     const char *expected;   // what the value should be; NULL: a number from low to high
     const char *others;     // what other programs call it, each name between spaces
@@ -2392,7 +2392,7 @@ static const Option options[] = {  // those with a value
     {'i', TEXT, PLACE(text), ALWAYS, 0, INT_MAX, NULL, " prompt input "},
     {'f', TEXT, PLACE(file), ALWAYS, 1, LONGEST_PATH, "a file's name, or -", " file prompt-file "},
     {'l', TEXT, PLACE(list), ALWAYS, 1, LONGEST_PATH, "a file's name, or -", " list batch "},
-    {'L', TEXT, PLACE(json_list), ALWAYS, 1, LONGEST_PATH, "a file's name, or -", NULL},
+    {'L', TEXT, PLACE(list), ALWAYS, 1, LONGEST_PATH, "a file's name, or -", NULL},
     {'w', TEXT, PLACE(out), ALWAYS, 1, LONGEST_PATH, "a file's name", " output output-file "},
     {'m', MODE, PLACE(mode), ALWAYS, 0, N_MODES - 1,
      "chat, generate, embed, tokenize or perplexity (MODEL goes without -m)", " mode "},
@@ -2419,7 +2419,7 @@ static const Option options[] = {  // those with a value
 };
 enum { N_OPTIONS = sizeof(options) / sizeof(*options) };
 
-static bool is_list(const Options *o) { return o->list || o->json_list; }
+static bool is_json(const Options *o) { return o->given['L']; }  // the list's lines
 static bool is_seeded(const Options *o) { return o->given['s'] || o->out; }  // not by the clock
 
 static const struct { const char *others, *here; } hints[] = {
@@ -2496,11 +2496,11 @@ static void set_option(Options *o, const Option *option, const char *value) {
 static void check_answers(Options *o) {
     const char *text = o->answers;
     o->member = *text == '@' && !strchr(text, '|') ? text + 1 : NULL;
-    if (o->member && (!o->json_list || !*o->member))
+    if (o->member && (!is_json(o) || !*o->member))
         die_usage("-o %s: expected -L FILE, whose objects have this member", text);
     if (o->mode >= 0 && !modes[o->mode].has_answers)
         die_usage("-o: -m %s has no answers", modes[o->mode].name);
-    if (!o->text && !o->file && !is_list(o))
+    if (!o->text && !o->file && !o->list)
         die_usage("-o: a conversation, expected -i TEXT, -f FILE (- is stdin) or a list");
 }
 
@@ -2530,9 +2530,9 @@ static Options parse_options(int argc, char **argv) {
             die_usage("-%c, -%c: both given, expected one of them", p[0], p[1]);
     if (o.cache_bits != 8 && o.cache_bits != 32)
         die_usage("-C: bad value, expected 8 or 32, found \"%d\"", o.cache_bits);
-    if (o.out && (!is_list(&o) || !strcmp(o.out, "-")))
+    if (o.out && (!o.list || !strcmp(o.out, "-")))
         die_usage("-w: expected a file's name, and -l or -L");
-    const bool asks_stdin = !o.text && !o.file && !is_list(&o) && o.mode != CHAT;
+    const bool asks_stdin = !o.text && !o.file && !o.list && o.mode != CHAT;
     if (asks_stdin && !is_terminal(STDIN_FILENO)) o.file = "-";  // a pipe
     if (o.out && !o.given['s']) o.seed = 0;
     if (o.answers) check_answers(&o);
@@ -2552,12 +2552,13 @@ static Options parse_options(int argc, char **argv) {
 enum { MOST_TEXTS = 32 };              // that run together
 enum { THINKS = -2, FIRST_IDS = -1 };  // Slot.choice: it thinks; then the TEXTs' first ids come
 enum { ANY_STOP = -1 };                // a given answer's last id: any stop id. It never runs.
-enum { BY_BUDGET = GOES_ON, N_NAMED = INTERRUPTED, NOT_CLOSED = FAILED + 1 };  // see closed_by
+enum { BY_BUDGET = GOES_ON, NOT_CLOSED = FAILED + 1 };  // Slot.closed_by is an Ending, or these
 
 typedef struct Choice {  // a given answer
     Buffer text;
-    size_t n_tokens;
-    Ids ids;           // its tokens; ANY_STOP follows if another one begins with it
+    size_t n_tokens;   // that it adds to the prompt
+    Ids ids;           // the prompt's last ids (Choices.before), then these tokens, then ANY_STOP
+                       // if another given answer begins with them
     bool same_ids, same_text;  // as another one of its row
 } Choice;
 
@@ -2636,7 +2637,7 @@ typedef struct Engine {  // the program's state
     size_t reserve;    // with -o: tokens that must fit after that text's prompt
     // Many texts at once only:
     double *row_nll;   // (logit_rows) -log(probability) of the id after each, if it is there
-    Kept kept[2 * MOST_TEXTS + 2];  // what was used last comes first
+    Kept kept[2 * MOST_TEXTS + 2];  // the last ones make room first: see keep_text
     int n_kept;
     int *users;        // (Pass.n_blocks) how many texts that run, and Kepts, have this block
     int n_unused;      // blocks that nobody has
@@ -2661,16 +2662,17 @@ static int count_kept(const Engine *e) {
     return e->most_texts + (has_state(e) && e->most_texts > 1 ? 4 : 1);
 }
 
-// With -DPLAIN the next five functions differ. go_back makes n_run n or less, with -DPLAIN 0: the
+// With -DPLAIN the next six functions differ. go_back makes n_run n or less, with -DPLAIN 0: the
 // ids from n_run on run again. keep_text keeps what ran of a text that ends, for later ones.
 // start_texts starts texts that wait, as many as can run now. run_pass runs each text that runs a
 // step further, or with -DPLAIN the first text to its end; false: Ctrl-C. logits_at_end returns the
-// logits after a text that ended without a draw.
+// logits after a text that ended without a draw. prepare_passes allocates what passes need.
 #ifdef PLAIN
 static void go_back(Engine *e, Text *t, size_t n) { (void)e, (void)n, t->n_run = 0; }
 static void keep_text(Engine *e, Text *t) { (void)e, (void)t; }
 static void start_texts(Engine *e) { (void)e; }
 static float *logits_at_end(Engine *e, Text *t) { return (void)t, e->model.state.logits; }
+static void prepare_passes(Engine *e, int context) { (void)e, (void)context; }
 
 static bool run_pass(Engine *e) {
     Text *t = e->order[0];
@@ -2757,10 +2759,10 @@ static void use_kept(Engine *e, Kept *kept) {
     e->kept[0] = used;
 }
 
-// What ran of a text becomes a Kept, in place of one that begins it, or else of the one that was
-// used the longest time ago. If it begins a Kept itself, this one stays. With states, only a Kept
-// of the same ids counts as either, and what a list's text leaves when it ends is the next to make
-// room, because others part from it before its end.
+// What ran of a text becomes a Kept, in place of one that begins it, or else of the last one, which
+// was used the longest time ago. If it begins one before the last, that Kept stays as it is. With
+// states, only a Kept of the same ids counts as either, and what a list's text leaves when it ends
+// is the next to make room, because others part from it before its end.
 static void keep_text(Engine *e, Text *t) {
     Blocks *blocks = &t->slot->own.blocks;
     Kept *kept = e->kept, *last = e->kept + e->n_kept - 1;
@@ -2842,7 +2844,7 @@ static bool begin_text(Engine *e, Text *t, Kept from, int spare) {
     const size_t some = give_up(from.n), n = size && some < from.n ? 0 : some;
     const int whole = (int)(n / len);
     while (blocks->n < whole) add_block(e, blocks, from.blocks.p[blocks->n]);
-    t->n_run = size ? 0 : whole * len;
+    t->n_run = size ? 0 : whole * len;  // what stop_text would keep
     if (!take_blocks(e, t, 0, spare)) {
         stop_text(e, t);
         return false;
@@ -2859,8 +2861,8 @@ static bool begin_text(Engine *e, Text *t, Kept from, int spare) {
     return true;
 }
 
-// Marks where others part from a text, which has `same` ids in common with one of them. If those
-// that wait have fewer in common, but half as many, the mark is where the first of them parts.
+// Marks where others part from a text, unless its mark is still to come: after the `same` ids of
+// one of them; or earlier, but not before half of these, where the first text that waits parts.
 static void set_mark(Engine *e, const Text *t, size_t same) {
     size_t *mark = &t->slot->marks[0];
     if (*mark > t->n_run) return;
@@ -3075,7 +3077,6 @@ static void end_pass(void *arg) {
 
 static float *logits_at_end(Engine *e, Text *t) { return logits_of(e, t->slot->first); }
 
-// Makes what passes need of texts with up to `context` positions.
 static void prepare_passes(Engine *e, int context) {
     const int n = count_blocks(e, context);
     e->n_unused = e->pass->n_blocks;
@@ -3288,7 +3289,7 @@ static const struct { const char *by, *name; } endings[] = {  // what ends an an
     [IN_THINKING] = {"an end token", "thinking"}, [LIMIT_REACHED] = {"-n", "length"},
     [CONTEXT_ENDED] = {"a full context (-c)", "context"},
     [REPEATS] = {"repeating itself (-e 1.1 helps, -n -1 lets it go on)", "loop"}};
-_Static_assert(sizeof(endings) == N_NAMED * sizeof(*endings), "an ending has its names here");
+_Static_assert(sizeof(endings) == INTERRUPTED * sizeof(*endings), "all before it have names");
 
 // Returns true if the answer goes round in circles, as small models do, now that an id has been
 // appended. The id is a repeat if the 8 ids that end with it came at least 3 times before. A repeat
@@ -3320,6 +3321,9 @@ static Ending add_id(const Tokenizer *tok, Text *t, int id) {
     return ending;
 }
 
+// A text that does not think has append_id's Ending, or before given answers COMPLETE. Thinking is
+// closed by budget_text if it has N ids (-r N), or goes round in circles for the first time. Then
+// the answer goes on. Before given answers, whatever ends it closes it: see prepare_choices.
 static Ending accept_id(const Tokenizer *tok, Text *t, int id) {
     Slot *slot = t->slot;
     const Engine *e = slot->engine;
@@ -3378,32 +3382,29 @@ static void split_answers(Engine *e) {
     if (e->next.n == 1) die_usage("-o: one answer, expected several: TEXT|TEXT...");
 }
 
-// Returns a text without the blanks at its end, U+3000 and the like, too.
-static Bytes strip_end(const Tokenizer *tok, Bytes text) {
-    size_t end = 0;
+// Returns a text without the blanks at its end, U+3000 and the like, too. With both_ends, it loses
+// them at both, and they are those of Python's str.strip(), which are U+1C to U+1F, too.
+static Bytes strip(const Tokenizer *tok, Bytes text, bool both_ends) {
+    size_t start = 0, end = 0;
     for (size_t at = 0; at < text.n;) {
         const Char c = char_at(tok, text, at);
         at += c.n;
-        if (c.class != SPACE) end = at;
+        if (c.class != SPACE && !(both_ends && c.c >= 0x1C && c.c <= 0x1F)) end = at;
+        else if (both_ends && end == 0) start = at;
     }
-    return (Bytes){text.p, end};
+    return (Bytes){bytes_from(text, start).p, end ? end - start : 0};
 }
 
-// The blanks are those of Python's str.strip(), which are U+1C to U+1F, too.
+static Bytes strip_end(const Tokenizer *tok, Bytes text) { return strip(tok, text, false); }
+
 static Bytes strip_message(const Tokenizer *tok, Bytes text) {
-    size_t start = 0, end = 0;
-    for (size_t at = 0; at < text.n && tok->chat.strips;) {
-        const Char c = char_at(tok, text, at);
-        at += c.n;
-        if (c.class != SPACE && (c.c < 0x1C || c.c > 0x1F)) end = at;
-        else if (end == 0) start = at;
-    }
-    return tok->chat.strips ? (Bytes){bytes_from(text, start).p, end ? end - start : 0} : text;
+    return tok->chat.strips ? strip(tok, text, true) : text;
 }
 
-// Returns how many ids of a raw prompt need not be encoded anew with each TEXT, and takes away what
-// they stand for. After them a piece begins, behind a letter or a number, whatever follows, and no
-// added token that ends in a TEXT can begin before. No bytes make the prefix; of no text, any id.
+// Returns how many ids of a raw prompt need not be encoded anew with each TEXT, and takes away the
+// bytes that they stand for. A piece begins after them, behind a letter or a number, whatever
+// follows; and no added token that ends in a TEXT can begin before. The prefix is always among
+// them, because no bytes make it. Of an empty prompt (see encode_choices) all ids are.
 static size_t keep_ids(const Tokenizer *tok, const Ids *ids, Bytes *prompt) {
     const Bytes text = strip_end(tok, *prompt);
     const bool normalized = tok->tables->has_normalized;  // NFC may make such a token shorter
@@ -3447,7 +3448,7 @@ static void compare_all(Choices *all) {
         if (next->ids.n < n || memcmp(c->ids.p, next->ids.p, n * sizeof(int)) != 0) continue;
         next->same_ids = next->n_tokens == c->n_tokens;
         next->same_text = next->same_ids && bytes_equal(bytes_of(&c->text), bytes_of(&next->text));
-        if (next->ids.n > n) ids_add(&c->ids, ANY_STOP);  // or both begin what comes after next
+        if (next->ids.n > n) ids_add(&c->ids, ANY_STOP);  // or next has its ANY_STOP already
     }
     free(sorted);
 }
@@ -3592,7 +3593,7 @@ static bool next_piece(Engine *e, Text *t) {
 static Text *add_text(Engine *e, const Ids *prompt, uint64_t rng, bool goes_on) {
     Text *t = e->order[e->n_texts++];
     const size_t n = prompt->n, vocab_size = e->tokenizer.vocab_size;
-    const size_t kept = chooses(e) ? min_size(e->model.context, e->reserve + 1) : 0;
+    const size_t reserved = chooses(e) ? min_size(e->model.context, e->reserve + 1) : 0;
     const Options *o = &e->options;
     Slot *slot = t->slot;
     Ids *all = &slot->own.all;
@@ -3606,7 +3607,7 @@ static Text *add_text(Engine *e, const Ids *prompt, uint64_t rng, bool goes_on) 
     if (e->kind == OWN_CHOICES) e->next = last;  // its memory serves the row after this one
     *slot = (Slot){.engine = e, .own = slot->own, .start = now(), .closed_by = NOT_CLOSED,
                    .choice = THINKS, .asker = slot, .thinking = e->thinks && !goes_on};
-    *t = (Text){.ids = *all, .target = n, .n_prompt = n, .context = e->model.context - kept,
+    *t = (Text){.ids = *all, .target = n, .n_prompt = n, .context = e->model.context - reserved,
                 .max_ids = o->n < 0 ? SIZE_MAX : n + o->n, .embeds = e->mode == EMBED,
                 .watched = o->n < -1 ? n : INT_MAX,
                 .sampler = t->sampler, .writer = t->writer, .slot = slot};
@@ -3735,9 +3736,9 @@ static void check_blanks(Engine *e) {
         const Bytes text = bytes_of(&e->next.p[i].text);
         if (strip_end(tok, text).n < text.n || (!raw && char_at(tok, text, 0).class == SPACE))
             warn_once(e->gave_blank_choice, "-o: \"%.*s\" has a blank at an end, which counts",
-                        (int)text.n, text.p);
+                      (int)text.n, text.p);
     }
-    if (ends_in_blank(e, &e->prompt) && (e->kind == CHOICES || !is_list(&e->options)))
+    if (ends_in_blank(e, &e->prompt) && (e->kind == CHOICES || !e->options.list))
         warn_once(e->gave_blank_prompt, "prompt: ends in a blank, expected %s", e->kind == CHOICES
                   ? "it in -o instead, at each TEXT's start" : "none: most tokens begin with one");
 }
@@ -3794,7 +3795,7 @@ static void give_notices(Engine *e) {
         notice("-t 0: greedy thinking tends to repeat without end, Qwen advises 0.6");
     if (o->threads > 2 * cpu_count())
         notice("-j: more threads than cores take longer; without -j each core has one");
-    if (!piped && !is_list(o) && stdin_has_data())
+    if (!piped && !o->list && stdin_has_data())
         notice("stdin: has data that was not read; -f - would add all of it");
 }
 
@@ -4071,12 +4072,12 @@ static void chat_turn(Engine *e, Bytes text) {
     if (interrupted && e->dialogue)
         notice("chat: stopped before its answer, the message is taken back");
     conversation_drop(talk, talk->n - 1, talk->n);
-    if (!e->gave_not_utf8) e->not_utf8.n = 0;  // it was this message's notice
+    if (!e->gave_not_utf8) e->not_utf8.n = 0;  // the notice was this message's
 }
 
 // ------------------------------------------------------------------------------------------------
-// Lines of input: of stdin, of a list, or of a list's output. A line keeps its newline: so a line
-// that was cut can be told. All texts are below 2 GB: an int can count their bytes and tokens.
+// Lines of input: of stdin, of a list, or of a list's output. A line keeps its newline: so a cut
+// one can be told from a whole one. All texts are below 2 GB: an int can count bytes and tokens.
 
 // Returns a text without its final newline, \n or \r\n.
 static Bytes chop(Bytes text) {
@@ -4327,11 +4328,9 @@ static void choose_sampling(Engine *e) {
 // Prepares the places for texts. Answers go to stdout, or in a list into `out`.
 static void prepare_places(Engine *e) {
     const size_t vocab_size = e->tokenizer.vocab_size;
-    const bool list = is_list(&e->options);
+    const bool list = e->options.list;
     choose_sampling(e);
-#ifndef PLAIN
     if (e->pass) prepare_passes(e, e->model.context);  // not to tokenize
-#endif
     for (int i = 0; i < e->most_texts; i++) {
         Text *t = e->order[i] = &e->places[i];
         t->slot = &e->slots[i];
@@ -4401,7 +4400,7 @@ static void load_model(Engine *e) {
     if (o->answers && !modes[e->mode].has_answers)
         die_usage("-o: %s is made for -m %s, expected -m", o->model, modes[e->mode].name);
     e->kind = o->member ? OWN_CHOICES : o->answers ? CHOICES : (int)e->mode;
-    e->most_texts = is_list(o) || o->answers ? min_int(MOST_TEXTS, o->batch) : 1;
+    e->most_texts = o->list || o->answers ? min_int(MOST_TEXTS, o->batch) : 1;
     const double states = memory_size() / 4 / sizeof(float) / fmax(state_size(c), 1);
     while (e->most_texts > 1 && e->most_texts + count_kept(e) > states) e->most_texts--;
     c->cache_bits = o->cache_bits;
@@ -4747,7 +4746,7 @@ typedef struct {
     double start;           // when the run began
     size_t failed;          // lines that were an error
     size_t nameless;        // lines without the member of -o @NAME: only the first is reported
-    bool silent;            // the line that is read is another one
+    bool silent;            // the line that is read is one of these, but not the first
     size_t read;            // lines that were read
     size_t written;         // lines that were written
     Buffer lines[AHEAD];    // of the output: line i is at i % AHEAD; it is done if it ends in \n
@@ -4787,7 +4786,13 @@ static void write_line(List *l) {
     l->written++;
 }
 
-static void count_text(List *l, const Text *t) {
+// Counts a line that FILE does not have yet, and reports its error.
+static void count_line(List *l, size_t number, const Text *t, const char *error) {
+    if (error && (t || !l->silent))
+        report("%.600s: line %zu: %s", l->in.name, number + 1, error);
+    l->failed += error != NULL;
+    if (!t && !error) l->prompt_tokens += l->e->prompt.n;
+    if (!t) return;
     const Slot *slot = t->slot;
     double sum, mass = 1;
     l->prompt_tokens += slot->own.all.n;
@@ -4804,12 +4809,7 @@ static void count_text(List *l, const Text *t) {
 
 // Ends line `number` with its text's result, its ids or an error. Writes what is done, in order.
 static void end_line(List *l, size_t number, const Text *t, const char *error) {
-    const bool is_new = number >= l->in_file;  // else FILE has its result
-    if (error && is_new && (t || !l->silent))
-        report("%.600s: line %zu: %s", l->in.name, number + 1, error);
-    l->failed += error && is_new;
-    if (t && is_new) count_text(l, t);
-    else if (!error && is_new) l->prompt_tokens += l->e->prompt.n;
+    if (number >= l->in_file) count_line(l, number, t, error);
     if (t) writer_end(t->writer);
     add_result(line_of(l, number), l->e, t, error);
     while (!interrupted && has_newline(bytes_of(line_of(l, l->written)))) write_line(l);
@@ -4858,7 +4858,7 @@ static const char *take_line(List *l, Bytes line, bool *empty) {
     conversation_drop(talk, 0, talk->n);
     if (chat && o->system) conversation_add(talk, SYSTEM, bytes(o->system));
     const size_t before = talk->n;
-    if (o->json_list) json_line(&j, chat ? talk : NULL, l->e->kind, line_of(l, l->read));
+    if (is_json(o)) json_line(&j, chat ? talk : NULL, l->e->kind, line_of(l, l->read));
     else check_plain(l, j);
     const bool opens = memchr("[{", *line.p, 2), cut = j.error && strstr(j.error, "found the end");
     if (j.error && l->read == 0 && (cut || !opens))  // the list may be another program's
@@ -4872,7 +4872,7 @@ static const char *take_line(List *l, Bytes line, bool *empty) {
                l->read + 1, (int)j.ignored.n - 2, j.ignored.p + 2);
     free(j.ignored.p);
     if (j.error || messages) return j.error;
-    if (o->json_list) line = bytes_of(j.text);
+    if (is_json(o)) line = bytes_of(j.text);
     *empty = line.n == 0;
     Buffer *text = &conversation_add(talk, USER, bytes(o->text ? o->text : ""))->text;
     if (o->text) buffer_add(text, bytes("\n\n"));
@@ -4891,7 +4891,8 @@ static const char *encode_line(List *l, Bytes line) {
     bool empty = false;
     const char *error = take_line(l, line, &empty);
     if (own) e->reserve = 0;  // not known yet
-    l->silent = !error && own && !json_member(object, e->options.member).rest.n && l->nameless++;
+    const bool lacks = !error && own && !json_member(object, e->options.member).rest.n;
+    l->silent = lacks && l->nameless++ > 0;
     if (!error && own) error = take_choices(object, e->options.member, &e->next);
     if (error) return error;
     size_t size = 0;
@@ -4916,7 +4917,7 @@ static void add_line(List *l, Bytes line) {
     Engine *e = l->e;
     const Options *o = &e->options;
     const size_t number = l->read;
-    if (o->list) check_utf8(e, l->in.name, number + 1, line);
+    if (!is_json(o)) check_utf8(e, l->in.name, number + 1, line);
     give_notices(e);
     if (number == l->in_file && number)
         notice("%s: %zu lines are there, goes on with line %zu; a change before the last %d is not "
@@ -4980,7 +4981,7 @@ static int report_list(const List *l) {
     progress_end();
     if (had_all)
         notice("%s: has all %zu lines; another FILE, or none, makes a new run", o->out, lines);
-    for (int i = 0; i < N_NAMED; i++) {
+    for (int i = 0; i < INTERRUPTED; i++) {
         const size_t n_closed = l->closed[i], n_ended = i > IN_THINKING ? l->endings[i] : 0;
         if (n_ended) notice("answers: ended by %s: %zu", endings[i].by, n_ended);
         if (n_closed) notice("answers: thinking ended by %s: %zu", endings[i].by, n_closed);
@@ -5063,7 +5064,7 @@ static void open_out(List *l) {
 static List *open_list(Engine *e) {
     static List list, *l = &list;
     const Options *o = &e->options;
-    const char *name = o->list ? o->list : o->json_list, *file = o->out;
+    const char *name = o->list, *file = o->out;
     *l = (List){.e = e};
     l->in = (Lines){.fd = file_open(name, false), .name = strcmp(name, "-") ? name : "stdin",
                     .most = fmin(1 << 30, memory_size() / 16)};
@@ -5083,7 +5084,7 @@ static int run_mode(Engine *e) {
     const char *system = e->options.system;
     split_answers(e);
     // Before the model, because it fails fast, and FILE becomes stdout:
-    List *list = is_list(&e->options) ? open_list(e) : NULL;
+    List *list = e->options.list ? open_list(e) : NULL;
     load_model(e);
     prepare_places(e);
     const bool chat = e->mode == CHAT;
@@ -5529,7 +5530,7 @@ typedef struct {
     int8_t *int8;       // (cols)
     float *scale;       // (cols / group)
     int32_t *bias_fix;  // (cols / group)  see SIMD primitives
-    size_t stride;      // from a record to the next, in floats
+    size_t stride;      // from a vector to the next, in floats
 } Quantized;
 
 typedef struct {           // W[r] . x[t] for a range of rows r and n tokens t
@@ -5812,8 +5813,8 @@ static void matmul_all(const Worker *me, float *y, const Matrix *w, const Quanti
 // the scores of one span only, as attend() does, and as in FlashAttention (arXiv 2205.14135).
 // The queries of a kv head are those of all query heads that share it, row by row. A task is up to
 // ATT_TASK of them, all of one text, so that a span's keys and values (256 KB if head_dim is 128)
-// come to L2 once. A tile has ATT_QUERIES of them (2 or 4 if a task has few) and two
-// vectors, of positions for the scores, of columns for the values. Its sums stay in registers.
+// come to L2 once. A tile has ATT_QUERIES of them (2 or 4 if a task has few) and two vectors, of
+// positions for the scores, of columns for the values. Its sums stay in registers.
 //
 // With a cache of 8 bits, a task of few queries reads packed cells: one token alone waits for
 // memory. For more (prompts are bound by arithmetic) each span is first unpacked.
@@ -5929,7 +5930,7 @@ INLINE void value_tile(const Task *task, int r, int j, const int queries, const 
 // so that their terms are 0 (causal), up to a multiple of 16: sum_of is slow with a rest. `largest`
 // is never -INFINITY, even if all scores are: -INFINITY - -INFINITY would be NaN.
 static void span_softmax(Task *task) {
-    const int width = (task->end - task->start + 15) / 16 * 16;
+    const int width = round_up(task->end - task->start, 16);
     float *score = task->score;
     for (int r = 0; r < task->n; r++, score += SCORE_STRIDE) {
         for (int i = max_int(task->len[r] - task->start, 0); i < width; i++) score[i] = -INFINITY;
@@ -6129,7 +6130,7 @@ static void run_head(const Worker *me, int i) {
 }
 
 // Other tokens read a token only through its k and v. So in the last layer only needed rows go on
-// after these are stored: they move to the front of all that is read later, rows, x, q and g.
+// after these are stored: they move to the front of all that is read later: rows, x, q, a_gate.
 static void keep_needed(const Worker *me) {
     const size_t dim = me->c->dim, q_dim = me->c->q_dim;
     size_t to = 0;
@@ -6304,9 +6305,9 @@ static float *classify(Pass *p, int n) {
 
 static const char *version(void) { return "qwen3 " VERSION " (" SIMD ")\n"; }
 
-// Returns what alloc says of a cache of so many bytes that it can't get, of so many texts. It names
-// contexts that fit into half of that, a quarter of the memory and what is left, and -b 1: for one
-// text. (Less is left than ulimit -v says, because the model's file counts.)
+// Returns what alloc says if it can't get `size` bytes for the cache of so many texts: contexts of
+// one text (-b 1) that fit into half of them, a quarter of the memory and what is left. (Less is
+// left than ulimit -v says, because the model's file counts.)
 static const char *no_cache(const Config *c, int texts, double size) {
     const double most = c->max_seq_len;
     double room = fmin(size / 2, memory_size() / 4);
@@ -6402,7 +6403,7 @@ static Pass *pass_init(const Model *m, int batch, int logit_rows, int texts) {
 #endif
 
 // ------------------------------------------------------------------------------------------------
-// POSIX and Windows: everything that differs between systems
+// POSIX and Windows: what differs between systems
 
 static double now(void) {
     struct timespec t;
@@ -6542,8 +6543,8 @@ static int scan_file(const char *path, const char *format, void *first, void *se
     return n;
 }
 
-// The least limit of this process's cgroup and its parents (Linux, version 2), from
-// files with a number, or "max" for none. cpu.max has two, "QUOTA PERIOD": cores are their ratio.
+// The least limit of this process's cgroup and its parents (Linux, version 2), from files with a
+// number, or "max" for none. cpu.max has two, "QUOTA PERIOD": cores are their ratio.
 static double cgroup_limit(const char *name) {
     char group[4000] = "", path[4096];
     double least = INFINITY;

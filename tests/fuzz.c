@@ -602,7 +602,7 @@ static void obey_options(Engine *e) {
     split_answers(e);
     if (o->answers && !modes[e->mode].has_answers) die_usage("-o: -m %s has no answers", modes[e->mode].name);
     e->kind = o->member ? OWN_CHOICES : o->answers ? CHOICES : (int)e->mode;
-    e->most_texts = is_list(o) || o->answers ? min_int(MOST_TEXTS, o->batch) : 1;
+    e->most_texts = o->list || o->answers ? min_int(MOST_TEXTS, o->batch) : 1;
 }
 
 static void fuzz_session(Bytes in) {
@@ -642,7 +642,7 @@ static void fuzz_session(Bytes in) {
     prepare_places(&engine);
     if (chat && o->system) conversation_add(&engine.conversation, SYSTEM, bytes(o->system));
     o->out = NULL;                              // writes no files here
-    if (is_list(o)) {
+    if (o->list) {
         run_list(open_list(&engine));
         return;
     }
