@@ -536,6 +536,23 @@ def run(monkeypatch, tmp_path):
 
 
 @pytest.fixture
+def saved(checkpoint, tmp_path):
+    """A checkpoint's folder."""
+    return checkpoint().save(tmp_path / "in")
+
+
+@pytest.fixture
+def exported_bytes(run, tmp_path):
+    """exported_bytes(checkpoint or path, *options, lines=n): OUT.bin, exported; n lines are said, if n is given."""
+    def call(source, *args, lines=None):
+        source = source.save(tmp_path / "in") if isinstance(source, Checkpoint) else source
+        status, err = run(source, "out.bin", *args)
+        assert status == 0 and lines in (None, len(err)), err
+        return (tmp_path / "out.bin").read_bytes()
+    return call
+
+
+@pytest.fixture
 def refuses(run, tmp_path):
     """refuses(checkpoint or its folder, *patterns): it is refused so, and nothing is written."""
     def call(source, *patterns, args=()):

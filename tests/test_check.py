@@ -77,15 +77,6 @@ def test_experts(checkpoint, run, tmp_path):
     refused(run(folder, "out.bin", "--check"), differs("layers.1.mlp.experts.2.up_proj", at))
 
 
-def test_large_groups(checkpoint, run, tmp_path):
-    ck = checkpoint(hidden_size=256, intermediate_size=256, num_attention_heads=4, num_hidden_layers=1)
-    folder = ck.save(tmp_path / "hf")
-    for group in (128, 256):
-        assert run(folder, "out.bin", "--group-size", group)[0] == 0
-        assert (tmp_path / "out.bin").read_bytes() == ck.expected(group)
-        assert run("--check", folder, "out.bin")[0] == 0
-
-
 @pytest.mark.parametrize("group, width", [(128, 64), (256, 64), (64, 96)])
 def test_group_size_that_does_not_divide(checkpoint, refuses, group, width):
     refuses(checkpoint(hidden_size=width), f"hidden_size, expected a multiple of {group}",

@@ -262,13 +262,12 @@ def test_config_refused(checkpoint, refuses, tmp_path, kind, changes, patterns):
     ("generation_config.json", '{"eos_token_id": ["x"]}', ["token id", "'x'"]),
     ("generation_config.json", '{"eos_token_id": [99999999]}', ["99999999"]),
 ])
-def test_broken_files_refused(checkpoint, refuses, tmp_path, name, content, patterns):
-    folder = checkpoint().save(tmp_path / "in")
+def test_broken_files_refused(saved, refuses, name, content, patterns):
     if content is None:
-        (folder / name).unlink()
+        (saved / name).unlink()
     else:
-        (folder / name).write_text(content)
-    refuses(folder, *patterns)
+        (saved / name).write_text(content)
+    refuses(saved, *patterns)
 
 
 def test_old_files_are_refused_by_name(checkpoint, run, tmp_path):

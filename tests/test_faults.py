@@ -90,10 +90,11 @@ def test_no_regular_file(small, tmp_path, suffix, make):
 
 
 @needs_address_space
-@pytest.mark.parametrize("prompt", ["-m tokenize -f /dev/zero", "-m chat -f /dev/zero", "-m generate -f /dev/zero",
-                                    "-m chat < /dev/zero"])
-def test_endless_prompt(small, prompt):
-    assert_error(shell(f"ulimit -v 400000; exec {QUOTED_QWEN3} {small} -j 1 {prompt}"), 1, *["memory", "text"] * ("<" in prompt))
+@pytest.mark.parametrize("kilobytes, options, words", [
+    *[(400_000, f"-j 1 -m {mode} -f /dev/zero", []) for mode in ("tokenize", "chat", "generate")],
+    (400_000, "-j 1 -m chat < /dev/zero", ["memory", "text"]), (200_000, "-i hello -n 3 -j 1024 -q", ["memory", "-j"])])
+def test_endless_prompts_and_too_many_threads(small, kilobytes, options, words):
+    assert_error(shell(f"ulimit -v {kilobytes}; exec {QUOTED_QWEN3} {small} {options}"), 1, *words)
 
 
 # -- names and arguments
@@ -197,9 +198,3 @@ def test_little_stack(small, tmp_path, kilobytes):
         little, usual = (shell(f"{limit} exec {QUOTED_QWEN3} {args} -q -t 0")
                          for limit in (f"ulimit -s {kilobytes};", ""))
         assert (little.returncode, little.stdout, little.stderr) == (usual.returncode, usual.stdout, usual.stderr)
-
-
-@needs_address_space
-def test_too_many_threads_for_the_memory(small):
-    result = shell(f"ulimit -v 200000; exec {QUOTED_QWEN3} {small} -i hello -n 3 -j 1024 -q")
-    assert_error(result, 1, "memory", "-j")

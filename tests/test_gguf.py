@@ -42,28 +42,21 @@ VARIANTS = [
     ("BF16", {"architectures": ["Qwen2ForCausalLM"], "head_dim": 32}), ("BF16", experts(3, used=2))]
 
 
-@pytest.mark.parametrize("dtype, config", VARIANTS)
-def test_same_files_as_from_the_checkpoint(checkpoint, make, run, tmp_path, dtype, config):
+@pytest.mark.parametrize("added, dtype, config", [*[(None, *variant) for variant in VARIANTS], ("he", "BF16", {})])
+def test_same_files_as_from_the_checkpoint(checkpoint, make, run, tmp_path, monkeypatch, added, dtype, config):
+    """Also with an added token that merges make: tokenizer.add_tokens() of a text of the vocabulary, which the converter
+    calls user-defined."""
     ck = checkpoint(dtype, **config)
     ck.settings["chat_template"] = CHATML
+    if added:
+        monkeypatch.setattr("ggufs.PRINTED", PRINTED | {added})
+        token = {"id": ck.tokenizer["model"]["vocab"][added], "content": added, "normalized": False}
+        ck.tokenizer["added_tokens"].insert(0, token)
     for token in ck.tokenizer["added_tokens"]:
-        token["special"] = token["content"] not in PRINTED | CALLED_CONTROL
+        token["special"] = token["content"] not in PRINTED | CALLED_CONTROL | {added}
     assert run(ck.save(tmp_path / "hf"), "hf.bin")[0] == 0
     status, err = run(make(ck, Kind[ck.dtype]), "gguf.bin")
     assert status == 0 and len(err) == 1, err  # the summary alone: nothing was lost
-    assert files(tmp_path / "gguf.bin") == files(tmp_path / "hf.bin")
-
-
-def test_an_added_token_that_merges_make(checkpoint, make, run, tmp_path, monkeypatch):
-    """tokenizer.add_tokens() of a text of the vocabulary, which the converter calls user-defined."""
-    ck, text = checkpoint("BF16"), "he"
-    ck.settings["chat_template"] = CHATML
-    monkeypatch.setattr("ggufs.PRINTED", PRINTED | {text})
-    more = {"id": ck.tokenizer["model"]["vocab"][text], "content": text, "normalized": False}
-    ck.tokenizer["added_tokens"].insert(0, more)
-    for token in ck.tokenizer["added_tokens"]:
-        token["special"] = token["content"] not in PRINTED | CALLED_CONTROL | {text}
-    assert run(ck.save(tmp_path / "hf"), "hf.bin")[0] == run(make(ck, Kind.BF16), "gguf.bin")[0] == 0
     assert files(tmp_path / "gguf.bin") == files(tmp_path / "hf.bin")
 
 
@@ -94,22 +87,20 @@ def test_gate_and_up_in_one_tensor(checkpoint, make, run, tmp_path, kind):
     assert files(tmp_path / "out.bin") == files(tmp_path / "apart.bin")
 
 
-def test_text_part_of_a_vision_model(checkpoint, run, tmp_path):
+def test_text_part_of_a_vision_model(checkpoint, exported_bytes, tmp_path):
     ck = checkpoint("BF16", architectures=["Qwen2ForCausalLM"], head_dim=32)
     metadata = {re.sub("^qwen2[.]", "qwen2vl.", key): value for key, value in values(ck).items()} | {
         "general.architecture": "qwen2vl", "qwen2vl.rope.dimension_sections": [16, 24, 24, 0]}
-    assert run(write(tmp_path / "m.gguf", metadata, blocks(ck, Kind.BF16)), "out.bin")[0] == 0
-    assert (tmp_path / "out.bin").read_bytes() == ck.expected()
+    assert exported_bytes(write(tmp_path / "m.gguf", metadata, blocks(ck, Kind.BF16))) == ck.expected()
 
 
 @pytest.mark.parametrize("same", [True, False])
-def test_a_stored_classifier_is_shared_if_it_is_the_embedding(checkpoint, make, run, tmp_path, same):
+def test_a_stored_classifier_is_shared_if_it_is_the_embedding(checkpoint, make, exported_bytes, same):
     ck = checkpoint("BF16")
     embedding = ck.tensors["embed_tokens.weight"]
     ck.tensors["lm_head.weight"] = embedding if same else np.roll(embedding, 1)
-    assert run(make(ck, Kind.BF16), "out.bin")[0] == 0
-    ck.config["tie_word_embeddings"] = same
-    assert (tmp_path / "out.bin").read_bytes() == ck.expected()
+    data, ck.config["tie_word_embeddings"] = exported_bytes(make(ck, Kind.BF16)), same
+    assert data == ck.expected()
 
 
 @pytest.mark.parametrize("embedding, output, noise, shared", [
@@ -139,13 +130,11 @@ def test_the_better_one_of_two_tables_stays(checkpoint, make, run, tmp_path, emb
     assert np.array_equal(found.row_scale, scale)
 
 
-def test_parts_are_joined(checkpoint, run, tmp_path, monkeypatch):
+def test_parts_are_joined(checkpoint, run, exported_bytes, tmp_path, monkeypatch):
     ck = checkpoint("F16")
     write_parts(tmp_path / "m", ck, 3)
-    assert run("m-00001-of-00003.gguf", "out.bin")[0] == 0
-    assert (tmp_path / "out.bin").read_bytes() == ck.expected()
     write(tmp_path / "joined.gguf", values(ck) | {"split.count": 0}, blocks(ck, Kind.F16))  # as llama.cpp's program does
-    assert run("joined.gguf")[0] == 0 and (tmp_path / "joined.bin").read_bytes() == ck.expected()
+    assert exported_bytes("m-00001-of-00003.gguf") == exported_bytes("joined.gguf") == ck.expected()
     with monkeypatch.context() as patch:
         patch.setattr("export.MOST_TENSORS", len(ck.tensors) - 1)
         refused(run("m-00001-of-00003.gguf", "out.bin"), "too many tensors")

@@ -80,28 +80,22 @@ BAD_SAFETENSORS = {
            {"data_offsets": [0.0, 128.0]},
            {"shape": [10 ** 18] * 300_000}))},  # their product would have 5 million digits
     "entry is a number": (lambda d: edit_header(d, lambda h: h.update({NORM: 3})), "broken"),
-    "fp8": (entry(dtype="F8_E4M3"), "dtype of model.norm.weight.*BF16, F16, F32 .*, found F8_E4M3"),
+    # Also those that a GGUF file may have: such a matrix would be garbage
+    **{f"dtype {dtype} of {name}": (lambda d, dtype=dtype, name=name: edit_header(d, lambda h: h[name].update(dtype=dtype)),
+                                    f"dtype of {name}, expected BF16, F16, F32 .*, found {dtype}$")
+       for name, dtypes in ((NORM, "F8_E4M3"), ("model.embed_tokens.weight", "Q8_0 Q4_K IQ1_S I8 F64"))
+       for dtype in dtypes.split()},
     "both names": (lambda d: edit_header(d, lambda h: h.update(
         {"norm.weight": {"dtype": "BF16", "shape": [0], "data_offsets": [0, 0]}})), "norm.weight twice"),
 }
 
 
 @pytest.mark.parametrize("which", BAD_SAFETENSORS)
-def test_broken_safetensors_refused(checkpoint, refuses, tmp_path, which):
+def test_broken_safetensors_refused(saved, refuses, which):
     spoil, pattern = BAD_SAFETENSORS[which]
-    folder = checkpoint().save(tmp_path / "in")
-    file = folder / "model.safetensors"
+    file = saved / "model.safetensors"
     file.write_bytes(spoil(file.read_bytes()))
-    refuses(folder, "model.safetensors" if which != "fp8" else "in:", pattern)
-
-
-@pytest.mark.parametrize("dtype", ["Q8_0", "Q4_K", "IQ1_S", "I8", "F64"])
-def test_dtypes_that_safetensors_does_not_have(checkpoint, refuses, tmp_path, dtype):
-    """Though a GGUF file may: such a matrix would be garbage."""
-    folder, name = checkpoint().save(tmp_path / "in"), "model.embed_tokens.weight"
-    file = folder / "model.safetensors"
-    file.write_bytes(edit_header(file.read_bytes(), lambda head: head[name].update(dtype=dtype)))
-    refuses(folder, f"dtype of {name}, expected BF16, F16, F32 .*, found {dtype}$")
+    refuses(saved, "in:" if which.startswith("dtype") else "model.safetensors", pattern)
 
 
 @pytest.mark.parametrize("name, content, patterns", [

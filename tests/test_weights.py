@@ -9,14 +9,12 @@ from conftest import export_process, export_py as export, refused
 
 
 @pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
-def test_every_byte_is_as_the_naive_quantization_gives(checkpoint, run, tmp_path, dtype):
+def test_every_byte_is_as_the_naive_quantization_gives(checkpoint, exported_bytes, dtype):
     ck = checkpoint(dtype)
     if dtype == "F32":  # the smallest numbers: a scale that underflows to 0, and a coarse one
         ck.tensors["embed_tokens.weight"][4, :] = 1e-45
         ck.tensors["embed_tokens.weight"][5, :] = np.linspace(-2.6e-43, 2.6e-43, 64)
-    status, err = run(ck.save(tmp_path / "in"), "out.bin")
-    assert status == 0 and len(err) == 2, err  # the summary, and that there is no chat template
-    assert (tmp_path / "out.bin").read_bytes() == ck.expected()
+    assert exported_bytes(ck, lines=2) == ck.expected()  # the summary, and that there is no chat template
 
 
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "head_dim": 32, "use_sliding_window": False, "sliding_window": 64,
@@ -39,7 +37,7 @@ VARIANTS = {  # name -> (config, shards, group size, keys that config.json leave
 
 
 @pytest.mark.parametrize("which", VARIANTS)
-def test_variants_of_checkpoints(checkpoint, run, tmp_path, which):
+def test_variants_of_checkpoints(checkpoint, exported_bytes, tmp_path, which):
     config, shards, group, absent, more = VARIANTS[which]
     ck = checkpoint(**config)
     ck.prefix = "" if which == "no prefix" else ck.prefix
@@ -49,8 +47,7 @@ def test_variants_of_checkpoints(checkpoint, run, tmp_path, which):
                    for name, shape in more.items()}
     for key in absent:
         del ck.config[key]
-    assert run(ck.save(tmp_path / "in", shards), "out.bin")[0] == 0
-    assert (tmp_path / "out.bin").read_bytes() == expected
+    assert exported_bytes(ck.save(tmp_path / "in", shards)) == expected
 
 
 def join_experts(ck, layout):
@@ -69,13 +66,10 @@ def join_experts(ck, layout):
 
 @pytest.mark.parametrize("layout", ["transformers", "mlx"])
 @pytest.mark.parametrize("dtype, shards, width", [("BF16", 1, 64), ("F32", 3, 192), ("F16", 2, 72)])
-def test_experts_in_one_tensor(checkpoint, run, tmp_path, layout, dtype, shards, width):
+def test_experts_in_one_tensor(checkpoint, exported_bytes, tmp_path, layout, dtype, shards, width):
     ck = checkpoint(dtype, **experts(5, used=2, moe_intermediate_size=width, tie_word_embeddings=False))
-    assert run(ck.save(tmp_path / "apart"), "apart.bin")[0] == 0
-    folder = join_experts(checkpoint(dtype, **ck.config), layout).save(tmp_path / "in", shards)
-    status, err = run(folder, "out.bin")
-    assert status == 0 and len(err) == 2, err  # the second: no chat template
-    assert (tmp_path / "out.bin").read_bytes() == (tmp_path / "apart.bin").read_bytes()
+    apart, joined = exported_bytes(ck), join_experts(checkpoint(dtype, **ck.config), layout)
+    assert exported_bytes(joined.save(tmp_path / "joined", shards), lines=2) == apart
 
 
 @pytest.mark.parametrize("shape, said", [((3, 64), "missing: layers.0.mlp.experts.0.gate_proj.weight"), ((3, 129, 64), "missing: layers.0.mlp.experts.0.gate_proj.weight"),
@@ -115,14 +109,12 @@ def test_widths_that_no_group_divides(checkpoint, run, tmp_path, monkeypatch, ke
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-def test_of_two_tied_tensors_one_is_stored(checkpoint, run, refuses, tmp_path, shards):
+def test_of_two_tied_tensors_one_is_stored(checkpoint, run, exported_bytes, tmp_path, shards):
     """safetensors.torch.save_model() keeps the first name in the alphabet."""
     ck = checkpoint()
     expected = ck.expected()
     ck.tensors["lm_head.weight"] = ck.tensors.pop("embed_tokens.weight")
-    status, err = run(ck.save(tmp_path / "in", shards), "out.bin")
-    assert status == 0 and len(err) == 2, err
-    assert (tmp_path / "out.bin").read_bytes() == expected
+    assert exported_bytes(ck.save(tmp_path / "in", shards), lines=2) == expected
     ck.config["tie_word_embeddings"] = False
     refused(run(ck.save(tmp_path / "in", shards), "x.bin"), "missing: embed_tokens.weight; left over: none")
     ck.config["tie_word_embeddings"] = True  # AutoModel has no lm_head, so the embedding would be random
@@ -177,12 +169,15 @@ def test_a_classifier_of_another_dtype_is_compared_as_a_whole(monkeypatch, train
     assert ("lm_head.weight" in export.drop_copy(tensors)) == (trained is not None)
 
 
-@pytest.mark.parametrize("group, config", [(64, {}), (32, {"hidden_size": 96}), (64, experts(3))])
-def test_pieces_join_where_a_tensor_is_larger_than_one(checkpoint, run, tmp_path, monkeypatch, group, config):
-    monkeypatch.setattr(export, "PIECE", 64 * 7)
+LARGE = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "num_hidden_layers": 1}
+
+
+@pytest.mark.parametrize("group, config", [(64, {}), (32, {"hidden_size": 96}), (64, experts(3)), (128, LARGE), (256, LARGE)])
+def test_pieces_join_where_a_tensor_is_larger_than_one(checkpoint, run, exported_bytes, monkeypatch, group, config):
+    monkeypatch.setattr(export, "PIECE", 64 * 7 if group <= 64 else export.PIECE)
     ck = checkpoint(**config)
-    assert run(ck.save(tmp_path / "in"), "out.bin")[0] == 0
-    assert (tmp_path / "out.bin").read_bytes() == ck.expected(group)
+    assert exported_bytes(ck, *["--group-size", group] * (group > 64)) == ck.expected(group)
+    assert run("--check", "in", "out.bin")[0] == 0
 
 
 BESIDE = {"hidden_size": 32, "num_hidden_layers": 1, "rms_norm_eps": 1e-3, "rope_theta": 7, "use_sliding_window": True,
@@ -225,13 +220,12 @@ def test_relatives_of_the_plain_models(checkpoint, run, tmp_path, architecture, 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("top", [{}, {"tie_word_embeddings": False}])
-def test_a_nested_config_may_alone_say_that_the_classifier_is_tied(checkpoint, run, tmp_path, tied, top):
+def test_a_nested_config_may_alone_say_that_the_classifier_is_tied(checkpoint, exported_bytes, tied, top):
     """As transformers writes it where the value is its default."""
     ck = checkpoint(architectures=["Qwen2ForCausalLM"], tie_word_embeddings=tied, head_dim=32)
     expected = ck.expected()
     ck.config = {"text_config": ck.config, "architectures": ["Qwen2_5_VLForConditionalGeneration"]} | top
-    assert run(ck.save(tmp_path / "in"), "out.bin")[0] == 0
-    assert (tmp_path / "out.bin").read_bytes() == expected
+    assert exported_bytes(ck) == expected
 
 
 def test_more_shards_than_files_that_may_be_open(checkpoint, tmp_path):

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import yaml
-from conftest import ROOT, call
+from conftest import ROOT, call, export_py
 from pyflakes.checker import Checker
 
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
@@ -66,11 +66,11 @@ def test_scripts(path):
 
 
 def test_a_release_has_notes():
-    """The changelog's newest part is this version's, and goes to the release alone."""
+    """The changelog's newest part is this version's, which export.py has, too, and goes to the release alone."""
     version, = re.findall(r'^#define VERSION "(.*)"$', (ROOT / "qwen3.c").read_text(), re.M)
     changelog = (ROOT / ".github/CHANGELOG.md").read_text()
     newest, older = re.findall(r"^## (\d\S*)", changelog, re.M)[:2]
-    assert newest == version
+    assert newest == version == export_py.VERSION
     def notes(tag):
         return call("make", "-s", "notes", f"TAG={tag}", cwd=ROOT)
     said = notes(f"v{version}")
