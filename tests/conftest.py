@@ -27,6 +27,7 @@ from pathlib import Path
 # No threads in the process that the programs are forked from, however many cores there are
 os.environ.update(OPENBLAS_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
 
+import jinja2.sandbox  # noqa: E402
 import numpy as np  # noqa: E402
 import pexpect  # noqa: E402
 import pytest  # noqa: E402
@@ -321,6 +322,19 @@ def refused(result, *patterns):
 
 # -- lists of texts
 
+def compile_template(source, **how):
+    """As transformers compiles a chat template."""
+    return jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, **how).from_string(source)
+
+
+def random_talk(r, contents, answers, system, turns):
+    """Messages: perhaps a system prompt, so many turns, and what the user says last."""
+    talk = [{"role": "system", "content": r.choice(contents)}] * system
+    for _ in range(turns):
+        talk += [{"role": "user", "content": r.choice(contents)}, {"role": "assistant", "content": r.choice(answers)}]
+    return [*talk, {"role": "user", "content": r.choice(contents)}]
+
+
 GREEDY = ("-t", "0")
 HELLO = b'"text":"Hello"'
 WORDS = ("the old lighthouse keeper wind harvest It's 1999-12-31 Größe naïve 灯塔 🙂 f(n) \t  capital of "
@@ -511,6 +525,12 @@ def sections_of(ck, tmp_path):
 def tokenizer():
     """The trained tokenizer, a tokenizers.Tokenizer: 256 bytes, 220 merges, 26 added tokens."""
     return train_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def tokenizer35():
+    """The same with Qwen3.5's way to cut words."""
+    return train_tokenizer(split=reference.SPLIT35)
 
 
 @pytest.fixture(scope="session")

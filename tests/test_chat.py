@@ -7,13 +7,12 @@ import struct
 import sys
 
 import jinja2.ext
-import jinja2.sandbox
 import pexpect
 import pytest
 import tokenizers
 from checkpoints import make_checkpoint
-from conftest import (CHATML, HYBRID, QUOTED_QWEN3, STATS, TESTS, change_sections, copy_model, export, finish, leave,
-                      output, prompts, qwen3, records, settle, spawn, spawn_shell, tokenize)
+from conftest import (CHATML, HYBRID, QUOTED_QWEN3, STATS, TESTS, change_sections, compile_template, copy_model, export,
+                      finish, leave, output, prompts, qwen3, random_talk, records, settle, spawn, spawn_shell, tokenize)
 from test_templates import CHATS
 
 END = "<|im_end|>"
@@ -53,15 +52,9 @@ def test_prompts_are_what_the_template_renders(tokenizer, random_model, template
     """Random conversations, as jinja2 renders and the tokenizers package encodes them."""
     template = CHATS[template][0]
     model = random_model(template=template)
-    compiled = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation]).from_string(template)
-    r = random.Random(template)
+    compiled, r = compile_template(template, extensions=[Generation]), random.Random(template)
     for i in range(40):
-        messages = [{"role": "system", "content": r.choice(CONTENTS)}] * (i % 2)
-        for _ in range(r.randrange(4)):
-            messages += [{"role": "user", "content": r.choice(CONTENTS)},
-                         {"role": "assistant", "content": r.choice(ANSWERS)}]
-        messages.append({"role": "user", "content": r.choice(CONTENTS)})
+        messages = random_talk(r, CONTENTS, ANSWERS, i % 2, r.randrange(4))
         for thinking in (False, True):
             text = compiled.render(messages=messages, add_generation_prompt=True, enable_thinking=thinking)
             found, = records("render", model, int(thinking),
@@ -90,8 +83,7 @@ def test_words_count_and_marks_are_not_made(tokenizer, tmp_path, which):
     own = tokenizers.Tokenizer.from_str(tokenizer.to_str())
     own.add_tokens([tokenizers.AddedToken(text, normalized=False) for text in marks + words])
     model = export(make_checkpoint(tmp_path / "hf", own, template=template), tmp_path / "model.bin")
-    compiled = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(template)
-    r, typed = random.Random(which), [own.token_to_id(text) for text in marks]
+    compiled, r, typed = compile_template(template), random.Random(which), [own.token_to_id(text) for text in marks]
 
     def count(ids):
         return [ids.count(i) for i in typed]

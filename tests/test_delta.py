@@ -11,18 +11,13 @@ import ggufs
 import numpy as np
 import pytest
 import reference
-from checkpoints import SENTENCES, train_tokenizer, with_config
+from checkpoints import SENTENCES, with_config
 from conftest import export, perplexity, qwen3, refused, split_tokenizer
 
 MOE = {"shared_expert_intermediate_size", "num_experts_per_tok"}
 KINDS = {"dense": {}, "moe": {}, "next": {}, "as many v heads": {"linear_num_value_heads": 2}, "three v heads a k head": {
     "linear_num_value_heads": 6, "tie_word_embeddings": False, "num_hidden_layers": 8},
     "every second": {"full_attention_interval": 2}}
-
-
-@pytest.fixture(scope="module")
-def tokenizer35():
-    return train_tokenizer(split=reference.SPLIT35)
 
 
 @pytest.fixture(scope="module", params=KINDS)

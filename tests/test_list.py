@@ -13,13 +13,13 @@ import sys
 import threading
 import time
 
-import jinja2.sandbox
 import numpy as np
 import pytest
 from conftest import (CHATML, GREEDY, HELLO, HYBRID, LINUX, QUOTED_QWEN3, QWEN3, RATE, STATS, TINY, WORDS, alone,
-                      assert_error, change_sections, copy_model, environment, errors_of, finish, join_lines,
-                      json_string, needs_address_space, needs_small_pipes, output, outputs, qwen3, run_json, run_list, shell,
-                      show_progress, small_pipe, spawn, spawn_shell, tokenize, wait_for_call, wait_until, waiting, write_list)
+                      assert_error, change_sections, compile_template, copy_model, environment, errors_of, finish, join_lines,
+                      json_string, needs_address_space, needs_small_pipes, output, outputs, qwen3, random_talk, run_json,
+                      run_list, shell, show_progress, small_pipe, spawn, spawn_shell, tokenize, wait_for_call, wait_until,
+                      waiting, write_list)
 
 TOKENS = RATE.replace("/s", " tokens/s")
 SUM = re.compile((r"(\d+) texts? in [\d.]+ s, prompts (\d+) tokens \((\d+) cached\), "
@@ -366,13 +366,8 @@ SAID = ["Hello Anna", "", "<think>\n\n</think>\n\nyes", "a</think>\n\n b", "<thi
 def test_messages_are_rendered_as_the_template_does(tiny, think, how):
     """As a raw text, the rendered one has the same answer, drawn with the same seed."""
     template = json.loads((TINY / "model/tokenizer_config.json").read_text())["chat_template"]
-    compiled = jinja2.sandbox.ImmutableSandboxedEnvironment().from_string(template)
-    r, talks = random.Random(1), []
-    for i in range(33):
-        talk = [{"role": "system", "content": r.choice(CONTENTS)}] * (i % 2)
-        for _ in range(r.randrange(4)):
-            talk += [{"role": "user", "content": r.choice(CONTENTS)}, {"role": "assistant", "content": r.choice(SAID)}]
-        talks.append([*talk, {"role": "user", "content": r.choice(CONTENTS)}])
+    compiled, r = compile_template(template), random.Random(1)
+    talks = [random_talk(r, CONTENTS, SAID, i % 2, r.randrange(4)) for i in range(33)]
     texts = [compiled.render(messages=talk, add_generation_prompt=True, enable_thinking=bool(think)) for talk in talks]
     lines, _ = run_json(tiny, talks, *how, "-r", think, "-n", 200, "-q")
     expected, _ = run_json(tiny, texts, *how, "-m", "generate", "-n", 200, "-q")
@@ -429,13 +424,9 @@ def test_answers_that_are_begun(random_model, tmp_path, template, section, begun
     model = random_model(template=template)
     if not section:
         model = change_sections(copy_model(model, tmp_path), lambda sections: sections.pop(b"begn"))
-    compiled = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(template)
-    r, talks, texts = random.Random(1), [], []
+    compiled, r, talks, texts = compile_template(template), random.Random(1), [], []
     for i, said in enumerate(begun * 4):
-        talk = [{"role": "system", "content": r.choice(CONTENTS)}] * (i % 2)
-        for k in range(r.randrange(3)):
-            talk += [{"role": "user", "content": r.choice(CONTENTS)}, {"role": "assistant", "content": r.choice(BEGUN)}]
-        talk += [{"role": "user", "content": r.choice(CONTENTS)}, {"role": "assistant", "content": said + "TAG"}]
+        talk = random_talk(r, CONTENTS, BEGUN, i % 2, r.randrange(3)) + [{"role": "assistant", "content": said + "TAG"}]
         text, _, rest = compiled.render(messages=talk).rpartition("TAG")
         assert rest == "<|im_end|>\n"
         talk[-1]["content"] = said

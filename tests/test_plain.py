@@ -8,8 +8,6 @@ import subprocess
 import deltas
 import numpy as np
 import pytest
-import reference
-from checkpoints import train_tokenizer
 from conftest import QWEN3, ROOT, TESTS, build, copy_model, environment, export, export_py
 from test_tokenizer import KINDS, make_text
 
@@ -51,15 +49,14 @@ def compare(plain, fast, model, runs=RUNS):
 
 
 @pytest.fixture(scope="module")
-def model(random_model, tmp_path_factory):
+def model(random_model, tmp_path_factory, tokenizer35):
     """model(name, bits): a file. "delta" is a Qwen3.5."""
     @functools.cache
     def make(name, bits):
         if name in SHAPES:
             return random_model("--bits", bits, **SHAPES[name])
         folder = tmp_path_factory.mktemp("delta")
-        tokenizer = train_tokenizer(split=reference.SPLIT35)
-        return export(deltas.save(folder / "hf", *deltas.Delta("dense").saved(), tokenizer), folder / "model.bin", "--bits", bits)
+        return export(deltas.save(folder / "hf", *deltas.Delta("dense").saved(), tokenizer35), folder / "model.bin", "--bits", bits)
     return make
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import quality
 import reference
-from checkpoints import experts, train_tokenizer
+from checkpoints import experts
 from conftest import ROOT, TINY, call, perplexity, tokenize
 from gguf import GGMLQuantizationType as Kind
 from test_gguf import make  # noqa: F401 (a fixture)
@@ -58,9 +58,9 @@ def test_gguf_and_checkpoint(checkpoint, make, tmp_path, capsys, config):  # noq
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dense", "moe", "next"])
-def test_delta_layers(tmp_path, capsys, kind):
+def test_delta_layers(tmp_path, capsys, tokenizer35, kind):
     """The numbers compared are the checkpoint's, not OUT.bin's."""
-    folder = deltas.save(tmp_path / "hf", *deltas.Delta(kind).published(), train_tokenizer(split=reference.SPLIT35))
+    folder = deltas.save(tmp_path / "hf", *deltas.Delta(kind).published(), tokenizer35)
     (tmp_path / "text").write_text(TEXT)
     found = table(capsys, folder, tmp_path / "text")
     assert found["8"][-1] < 0.2 and abs(found["8"][-3] - found["fp32"][4]) < 0.1, found

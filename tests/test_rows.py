@@ -205,7 +205,15 @@ def test_what_it_says(tiny, tmp_path):
 
 
 LEFT_ALONE = [b"buy milk", b"buy milk\n", b'"a"\nbuy milk\n', b'"a"\nbuy', b"[1, 2]\n", b"1 2\n", b'{"a":1}', b"\n", b'"a"\n\n',
-              b"nulx", b'"a"\n"\\x', b"tokens 1 nll\n", b"null\nto go", b"my notes\n\n", b"\xff\xd9", b"\0"]
+              b"nulx", b'"a"\n"\\x', b"tokens 1 nll\n", b"null\nto go", b"my notes\n\n", b"\xff\xd9", b"\0",
+              b'"Never said', b'{"a', b"nul"]          # a first line that is cut must begin the new one
+
+
+def refused_as_it_is(out, data, run, *words):
+    """-w FILE with these bytes: an error, and they stay."""
+    out.write_bytes(data)
+    assert_error(qwen3(*run, "-w", out, "-qq"), 1, *words)
+    assert out.read_bytes() == data, data
 
 
 @pytest.mark.parametrize("mode", ["chat", "embed", "tokenize", "perplexity"])
@@ -213,9 +221,7 @@ def test_what_is_anothers(small, tmp_path, mode):
     """Not written, not cut, by no byte."""
     path, out = write_list(tmp_path / "list", [b"Hello there"] * 5), tmp_path / "notes.txt"
     for data in LEFT_ALONE:
-        out.write_bytes(data)
-        assert_error(qwen3(small, "-m", mode, "-l", path, "-w", out, "-qq"), 1, f"{out}: another run's")
-        assert out.read_bytes() == data, data
+        refused_as_it_is(out, data, (small, "-m", mode, "-l", path), f"{out}: another run's")
 
 
 ANOTHER = [  # a command's options, and those of a run that is not the same
@@ -242,9 +248,7 @@ def test_another_run(tiny, small, tmp_path, args, others, rest):
         there += whole[len(there):len(there) + 3] if rest else b""
         runs = [(tiny, "-l", path, *options) for options in others] + [(small, "-l", path, *args)]
         for run in runs + [(tiny, "-l", other, *args)] * (n == 2):
-            out.write_bytes(there)
-            assert_error(qwen3(*run, "-w", out, "-qq"), 1, out, *["option", "build"] * (not rest and run[-1] != "tokenize"))
-            assert out.read_bytes() == there
+            refused_as_it_is(out, there, run, out, *["option", "build"] * (not rest and run[-1] != "tokenize"))
         result = qwen3(tiny, "-l", path, *args, "-w", out, "-j", 1, "-b", 3)
         assert result.returncode == 0 and out.read_bytes() == whole
         if n == 2:                              # what runs again does not count
@@ -252,15 +256,6 @@ def test_another_run(tiny, small, tmp_path, args, others, rest):
             said = [re.search(rb"2 texts in .*prompts (\d+) tokens .*?\)(?:, answers (\d+))?", text).groups()
                     for text in (result.stderr, alone)]
             assert said[0] == said[1] or args[0] == "-s"
-
-
-def test_a_cut_line_of_another_run(tiny, tmp_path):
-    """Where the first line is cut, there is no whole one to compare; but it must begin the new one."""
-    path, out = write_list(tmp_path / "list", NAMES), tmp_path / "out"
-    for data in b'"Never said', b'{"a', b"nul":
-        out.write_bytes(data)
-        assert_error(qwen3(tiny, "-l", path, "-w", out, *GREEDY, "-q"), 1, out)
-        assert out.read_bytes() == data
 
 
 @pytest.mark.parametrize("n", [10, 12])
@@ -281,23 +276,20 @@ def test_the_last_lines_come_again(tiny, tmp_path, n):
 def test_a_file_of_an_older_version(chain, tmp_path, cut):
     """It had \\u000a where \\n is now: said, and left as it is."""
     path, out = write_list(tmp_path / "list", [b"a"] * 3), tmp_path / "out"
-    run = (chain("a", "b", "\u010a", "a"), "-m", "generate", *GREEDY, "-n", 5, "-l", path, "-w", out)
-    output(*run)
-    new = out.read_bytes()
+    run = (chain("a", "b", "\u010a", "a"), "-m", "generate", *GREEDY, "-n", 5, "-l", path)
+    new = output(*run)
     old = new.replace(b"\\n", b"\\u000a")
     assert old != new
-    out.write_bytes(old[:len(old) - cut])
-    assert_error(qwen3(*run, "-qq"), 1, f"{out}: another run's (line 1)", r"before 7.0 wrote \u000a for \n, it can go on")
-    assert out.read_bytes() == old[:len(old) - cut]
+    refused_as_it_is(out, old[:len(old) - cut], run, f"{out}: another run's (line 1)",
+                     r"before 7.0 wrote \u000a for \n, it can go on")
 
 
 def test_more_lines_than_the_list(small, tmp_path):
     path, out = write_list(tmp_path / "list", [b"a", b"b"]), tmp_path / "out"
-    whole = output(small, "-m", "tokenize", "-l", path)
+    run = (small, "-m", "tokenize", "-l", path)
+    whole = output(*run)
     for data in whole + b"3\n", whole + b"3", whole * 2500:
-        out.write_bytes(data)
-        assert_error(qwen3(small, "-m", "tokenize", "-l", path, "-w", out), 1, out, "more lines")
-        assert out.read_bytes() == data
+        refused_as_it_is(out, data, run, out, "more lines")
 
 
 def test_bad_files(tiny, tmp_path):
