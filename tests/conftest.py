@@ -43,6 +43,21 @@ import export as export_py  # noqa: E402
 export_py.make_unicode_sections = functools.cache(export_py.make_unicode_sections)  # a third of a second each
 export_py.TEMPLATE_SECONDS = 300                        # also a slow machine ends all but endless ones
 
+
+def remember_renders(render=export_py.render_all, made={}):
+    """A chat template's process takes longer than the rest of an export: what one has rendered is kept, by all that a
+    test may change."""
+    def render_all(*args):
+        key = (*map(repr, args), sys.executable, os.environ.get("PYTHONPATH"), export_py.TEMPLATE_SECONDS,
+               export_py.inspect.getsource)
+        if key not in made:
+            made[key] = render(*args)
+        return dict(made[key])
+    return render_all
+
+
+export_py.render_all = remember_renders()
+
 QWEN3 = Path(os.environ.get("QWEN3", ROOT / "qwen3")).resolve()
 QUOTED_QWEN3 = shlex.quote(str(QWEN3))      # for a shell
 TINY = TESTS / "tiny"
