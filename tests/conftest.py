@@ -571,18 +571,28 @@ def run(monkeypatch, tmp_path):
 
 
 @pytest.fixture
+def exports(run):
+    """exports(arguments): what it says, line by line, and it ends well."""
+    def call(*args):
+        status, err = run(*args)
+        assert status == 0, err
+        return err
+    return call
+
+
+@pytest.fixture
 def saved(checkpoint, tmp_path):
     """A checkpoint's folder."""
     return checkpoint().save(tmp_path / "in")
 
 
 @pytest.fixture
-def exported_bytes(run, tmp_path):
+def exported_bytes(exports, tmp_path):
     """exported_bytes(checkpoint or path, *options, lines=n): OUT.bin, exported; n lines are said, if n is given."""
     def call(source, *args, lines=None):
         source = source.save(tmp_path / "in") if isinstance(source, Checkpoint) else source
-        status, err = run(source, "out.bin", *args)
-        assert status == 0 and lines in (None, len(err)), err
+        err = exports(source, "out.bin", *args)
+        assert lines in (None, len(err)), err
         return (tmp_path / "out.bin").read_bytes()
     return call
 
@@ -643,6 +653,13 @@ def talk(tiny):
     yield start
     for child in children:
         end(child)
+
+
+def stop(child, number=signal.SIGINT):
+    """(status, stdout, stderr) of a program that gets this signal."""
+    child.send_signal(number)
+    out, error = child.communicate(timeout=300)
+    return child.returncode, out, error
 
 
 def prompts(shown):

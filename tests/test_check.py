@@ -63,14 +63,13 @@ def test_a_good_file(ck, run, tmp_path, args, size):
         rf"rms error at most {errors[worst]:.2g} %, in model.{worst}.weight", err[0]), (err, errors[worst], worst)
 
 
-def test_experts(checkpoint, run, tmp_path):
+def test_experts(checkpoint, run, exports, tmp_path):
     """What differs is an expert's, and so is the largest error."""
     ck = checkpoint("F32", **experts(3))
     ck.tensors["layers.1.mlp.experts.2.up_proj.weight"][:, ::64] *= 99
     folder = ck.save(tmp_path / "hf")
-    assert run(folder, "out.bin")[0] == 0
-    status, err = run("--check", folder, "out.bin")
-    assert status == 0 and err[0].endswith(" %, in model.layers.1.mlp.experts.2.up_proj.weight"), err
+    exports(folder, "out.bin")
+    assert exports("--check", folder, "out.bin")[0].endswith(" %, in model.layers.1.mlp.experts.2.up_proj.weight")
     places = outputs((tmp_path / "out.bin").read_bytes())
     at = places["layers.1.mlp.experts.0.up_proj.weight"].values + word(64, 2 * 64 + 5, 7)
     flip(tmp_path / "out.bin", at)
@@ -83,15 +82,13 @@ def test_group_size_that_does_not_divide(checkpoint, refuses, group, width):
             f"found {width}", args=["--group-size", group])
 
 
-def test_options_stand_anywhere_and_out_has_its_default(ck, run, tmp_path):
+def test_options_stand_anywhere_and_out_has_its_default(ck, exports, tmp_path):
     ck.save(tmp_path / "hf")
-    assert run("hf", "--group-size", "32")[0] == 0
-    assert run("hf", "--check")[0] == run("--check", "hf.bin", "hf")[0] == 0
-    assert run("hf", "--check", "hf.bin")[0] == 0
-    assert run("hf", "--bits", "4")[0] == 0
+    for args in ("--group-size", "32"), ("--check",), ("--check", "hf.bin"), ("--bits", "4"):
+        exports("hf", *args)
+    exports("--check", "hf.bin", "hf")
     (tmp_path / "hf.bin").unlink()
-    status, err = run("hf", "--check")
-    assert status == 0 and err[0].startswith("export.py: hf-q4.bin matches hf")
+    assert exports("hf", "--check")[0].startswith("export.py: hf-q4.bin matches hf")
 
 
 # ---------------------------------------------------------------------------- what it finds
@@ -146,8 +143,7 @@ def test_tokenizer_differs(exported, run, edit):
 
 def test_missing_files(exported, run):
     Path(f"{exported}.tokenizer").unlink()
-    status, err = run("--check", "hf", "out.bin")
-    assert status == 1 and len(err) == 1 and "out.bin.tokenizer" in err[0]
+    refused(run("--check", "hf", "out.bin"), "out.bin.tokenizer")
     exported.unlink()
     refused(run("--check", "hf", "out.bin"), "^export.py: out.bin: missing, expected the file to compare with hf")
 

@@ -99,11 +99,10 @@ def test_transformers_itself():
     subprocess.run([python, deltas.__file__, "transformers"], check=True)
 
 
-def test_check(tmp_path, model, tokenizer35, run):
+def test_check(tmp_path, model, tokenizer35, exports):
     deltas.save(tmp_path / "hf", *model.published(), tokenizer35)
-    assert run("hf", "out.bin", "--bits", "4")[0] == 0
-    status, err = run("--check", "hf", "out.bin")
-    assert status == 0 and "out.bin matches hf" in err[0]
+    exports("hf", "out.bin", "--bits", "4")
+    assert "out.bin matches hf" in exports("--check", "hf", "out.bin")[0]
 
 
 @pytest.mark.parametrize("changes, pattern", [

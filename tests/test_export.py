@@ -36,11 +36,10 @@ def test_our_own_bugs(saved, refuses, monkeypatch, where):
 @pytest.mark.parametrize("args, expected", [
     (["in", "a.bin"], "a.bin"), (["b.bin", "in"], "b.bin"), (["in"], "in.bin"),
     (["in/"], "in.bin"), (["in.bin", "in"], "in.bin"), (["in", "deep/c.bin"], "deep/c.bin")])
-def test_order_of_arguments_and_default_name(saved, run, tmp_path, args, expected):
+def test_order_of_arguments_and_default_name(saved, exports, tmp_path, args, expected):
     (tmp_path / "deep").mkdir()
     before = {p for p in tmp_path.rglob("*") if p.is_file()}
-    status, err = run(*args)
-    assert status == 0 and expected in err[0]
+    assert expected in exports(*args)[0]
     new = {p for p in tmp_path.rglob("*") if p.is_file()} - before
     assert new == {tmp_path / expected, tmp_path / f"{expected}.tokenizer"}
 
@@ -218,9 +217,9 @@ def test_memory_stays_small_whatever_the_size(checkpoint, tmp_path):
     (tmp_path / "out.bin").unlink()
 
 
-def test_progress_is_for_terminals_and_the_summary_for_logs(saved, run, tmp_path, capfd):
-    status, err = run(saved, "out.bin")
-    assert status == 0 and "wrote out.bin" in err[0] and capfd.readouterr() == ("", "")
+def test_progress_is_for_terminals_and_the_summary_for_logs(saved, exports, tmp_path, capfd):
+    err = exports(saved, "out.bin")
+    assert "wrote out.bin" in err[0] and capfd.readouterr() == ("", "")
     assert not re.search("\r|B/s", "\n".join(err))
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 100, 0, 0))

@@ -49,13 +49,12 @@ def layer_matrices(ck, weights):
 
 @pytest.mark.parametrize("group, config", [
     (None, {}), (64, {}), (32, {}), (None, experts(3)), (None, {"architectures": ["Qwen2ForCausalLM"], "head_dim": 32})])
-def test_four_bits(checkpoint, run, tmp_path, group, config):
+def test_four_bits(checkpoint, exports, tmp_path, group, config):
     """All but the layers' matrices is as in eight bits, v, too (Qwen2: k and v). The others hold what the naive
     quantization gives, except for a few groups with two choices that are about equally good."""
     ck = checkpoint("F32", num_key_value_heads=2, tie_word_embeddings=False, **config)
-    folder = ck.save(tmp_path / "in")
-    status, err = run(folder, "--bits", 4, *(["--group-size", group] if group else []))
-    assert status == 0 and re.search(r"wrote in-q4.bin \(0.[12] MB, 4 bits in groups of", err[0]), err
+    said = exports(ck.save(tmp_path / "in"), "--bits", 4, *(["--group-size", group] if group else []))[0]
+    assert re.search(r"wrote in-q4.bin \(0.[12] MB, 4 bits in groups of", said), said
     data, group = (tmp_path / "in-q4.bin").read_bytes(), group or 32
     eight = ck.expected(group)
     assert data[:0x68] == eight[:0x68] and data[0x80:256] == eight[0x80:256]
@@ -111,10 +110,8 @@ def test_weights_too_large_for_four_bits(checkpoint, run, tmp_path):
     assert run("in", "out.bin")[0] == 0
 
 
-def test_four_bits_do_not_depend_on_pieces_or_threads(checkpoint, run, tmp_path, monkeypatch):
-    folder = checkpoint(hidden_size=96).save(tmp_path / "in")
-    assert run(folder, "a.bin", "--bits", 4)[0] == 0
+def test_four_bits_do_not_depend_on_pieces_or_threads(checkpoint, exported_bytes, monkeypatch):
+    whole = exported_bytes(checkpoint(hidden_size=96), "--bits", 4)
     monkeypatch.setattr(export, "PIECE", 64 * 7)
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
-    assert run(folder, "b.bin", "--bits", 4)[0] == 0
-    assert (tmp_path / "a.bin").read_bytes() == (tmp_path / "b.bin").read_bytes()
+    assert exported_bytes("in", "--bits", 4) == whole

@@ -43,7 +43,7 @@ VARIANTS = [
 
 
 @pytest.mark.parametrize("added, dtype, config", [*[(None, *variant) for variant in VARIANTS], ("he", "BF16", {})])
-def test_same_files_as_from_the_checkpoint(checkpoint, make, run, tmp_path, monkeypatch, added, dtype, config):
+def test_same_files_as_from_the_checkpoint(checkpoint, make, exports, tmp_path, monkeypatch, added, dtype, config):
     """Also with an added token that merges make: tokenizer.add_tokens() of a text of the vocabulary, which the converter
     calls user-defined."""
     ck = checkpoint(dtype, **config)
@@ -54,9 +54,8 @@ def test_same_files_as_from_the_checkpoint(checkpoint, make, run, tmp_path, monk
         ck.tokenizer["added_tokens"].insert(0, token)
     for token in ck.tokenizer["added_tokens"]:
         token["special"] = token["content"] not in PRINTED | CALLED_CONTROL | {added}
-    assert run(ck.save(tmp_path / "hf"), "hf.bin")[0] == 0
-    status, err = run(make(ck, Kind[ck.dtype]), "gguf.bin")
-    assert status == 0 and len(err) == 1, err  # the summary alone: nothing was lost
+    exports(ck.save(tmp_path / "hf"), "hf.bin")
+    assert len(exports(make(ck, Kind[ck.dtype]), "gguf.bin")) == 1  # the summary alone: nothing was lost
     assert files(tmp_path / "gguf.bin") == files(tmp_path / "hf.bin")
 
 
@@ -109,7 +108,7 @@ def test_a_stored_classifier_is_shared_if_it_is_the_embedding(checkpoint, make, 
     ("Q4_1", "Q5_1", 0.3, None),    # a classifier that was trained on, and unrelated ones
     ("Q5_0", "Q8_0", 0.2, None), ("Q8_0", "Q8_0", 0.01, None), ("Q4_0", "Q8_0", 3, None),
     ("Q5_0", "Q8_0", "of <|im_end|>", None)])  # a row that was trained alone
-def test_the_better_one_of_two_tables_stays(checkpoint, make, run, tmp_path, embedding, output, noise, shared):
+def test_the_better_one_of_two_tables_stays(checkpoint, make, exports, tmp_path, embedding, output, noise, shared):
     """If the classifier is the embedding in another kind; else both."""
     ck = checkpoint("F32")
     rng, x = np.random.default_rng(5), ck.tensors["embed_tokens.weight"]
@@ -118,9 +117,7 @@ def test_the_better_one_of_two_tables_stays(checkpoint, make, run, tmp_path, emb
     y[ck.eos] = x[5] if isinstance(noise, str) else y[ck.eos]
     tables = {f"{name}.weight": (gguf.quantize(z, Kind[kind]), Kind[kind])
               for name, z, kind in (("token_embd", x, embedding), ("output", y, output))}
-    status, err = run(make(ck, tensors=tables), "out.bin", "--group-size", 32)
-    assert status == 0
-    assert [line for line in err if "is the embedding" in line] == ([
+    assert [line for line in exports(make(ck, tensors=tables), "out.bin", "--group-size", 32) if "is the embedding" in line] == ([
         f"export.py: the classifier ({output}) is the embedding ({embedding}): written once, from the "
         "more precise one"] if shared else [])
     w = reference.Model.from_bin(tmp_path / "out.bin").w
@@ -140,8 +137,7 @@ def test_parts_are_joined(checkpoint, run, exported_bytes, tmp_path, monkeypatch
         refused(run("m-00001-of-00003.gguf", "out.bin"), "too many tensors")
     refused(run("m-00002-of-00003.gguf", "out.bin"), "one of several parts", "one of several parts, expected the first, -00001-of-")
     (tmp_path / "m-00003-of-00003.gguf").rename(tmp_path / "elsewhere")
-    status, err = run("m-00001-of-00003.gguf", "x.bin")
-    assert status == 1 and "m-00003-of-00003.gguf" in err[0] and len(err) == 1
+    refused(run("m-00001-of-00003.gguf", "x.bin"), "m-00003-of-00003.gguf")
 
 
 @pytest.fixture
@@ -235,7 +231,7 @@ def assert_embedding(path: Path, x: np.ndarray, group=64) -> None:
     assert np.array_equal(found.row_scale, scale)
 
 
-def test_q8_0_goes_over_as_it_is(checkpoint, make, run, tmp_path):
+def test_q8_0_goes_over_as_it_is(checkpoint, make, exports, exported_bytes, tmp_path):
     ck = checkpoint("F32")
     path = make(ck, Kind.Q8_0)
     data = bytearray(path.read_bytes())
@@ -247,28 +243,24 @@ def test_q8_0_goes_over_as_it_is(checkpoint, make, run, tmp_path):
     stored[65, 2:] = np.arange(1, 33)  # far from 127: no rescaling
     data[at + 34:at + 68] = stored[65].tobytes()
     path.write_bytes(data)
-    status, err = run(path, "out.bin")
-    assert status == 0 and len(err) == 1, err
-    out = (tmp_path / "out.bin").read_bytes()
-    assert struct.unpack_from("<I", out, 0x2C) == (32,)
+    assert struct.unpack_from("<I", exported_bytes(path, lines=1), 0x2C) == (32,)
     found = reference.Model.from_bin(tmp_path / "out.bin").w["embed"]
     assert np.array_equal(found.grouped.reshape(-1, 32), stored[:, 2:].view(np.int8))
     assert np.array_equal(found.row_scale.ravel(), stored[:, :2].copy().view("<f2")[:, 0])
-    status, err = run("--check", path, "out.bin")
-    assert status == 0 and "rms error at most 0 %" in err[-1]  # every tensor, that is
-    status, err = run(path, "out64.bin", "--group-size", 64)
-    assert status == 0 and len(err) == 2 and "Q8_0: quantized again, in groups of 64" in err[1], err
+    assert "rms error at most 0 %" in exports("--check", path, "out.bin")[-1]  # every tensor, that is
+    _, said = exports(path, "out64.bin", "--group-size", 64)
+    assert "Q8_0: quantized again, in groups of 64" in said
     assert_embedding(tmp_path / "out64.bin", gguf.dequantize(stored, Kind.Q8_0).reshape(-1, 64))
 
 
 @pytest.mark.parametrize("kind", QUANTIZED)
-def test_other_quantizations(checkpoint, make, run, tmp_path, kind):
+def test_other_quantizations(checkpoint, make, exports, tmp_path, kind):
     """As the gguf package dequantizes them, then quantized as ever; a note says so."""
     kind = Kind[kind]
     ck = checkpoint("F32", hidden_size=256, intermediate_size=256, num_hidden_layers=1, num_attention_heads=4)
     tensors = random_tensors(ck, kind, "")
-    status, err = run(make(ck, tensors=tensors), "out.bin")
-    assert status == 0 and len(err) == 2 and f"{kind.name}: quantized again" in err[1], err
+    _, said = exports(make(ck, tensors=tensors), "out.bin")
+    assert f"{kind.name}: quantized again" in said
     assert_embedding(tmp_path / "out.bin", gguf.dequantize(*tensors["token_embd.weight"]))
 
 
@@ -291,16 +283,15 @@ ONE_BIT = pytest.param("Q1_0", {}, 128, marks=pytest.mark.skipif(
 @pytest.mark.parametrize("kind, config, group", [
     ("Q4_0", {}, 32), ("IQ4_NL", {}, 32), ("Q4_0", experts(3), 32), ONE_BIT,
     pytest.param("Q1_0", {}, 32, marks=ONE_BIT.marks)])
-def test_four_bits_go_over_as_they_are(checkpoint, make, run, tmp_path, kind, config, group):
+def test_four_bits_go_over_as_they_are(checkpoint, make, exports, tmp_path, kind, config, group):
     """Matrices of another kind, here the first ffn_down, are quantized with the same levels: most files have some."""
     ck = checkpoint("F32", hidden_size=256, **{"intermediate_size": 256} | config)
     down = "blk.0.ffn_down" + "_exps" * bool(config)
     tensors = random_tensors(ck, Kind[kind]) | random_tensors(ck, Kind.Q6_K, "token_embd")
     tensors[f"{down}.weight"] = blocks(ck, Kind.Q4_1)[f"{down}.weight"]
     args = ["--group-size", group] if group > 32 else []
-    status, err = run(make(ck, tensors=tensors), *args)
-    assert status == 0 and "wrote model-q4.bin" in err[0], err
-    assert f"export.py: Q4_1, Q6_K: quantized again, in groups of {group}" in err[1], err
+    wrote, said = exports(make(ck, tensors=tensors), *args)[:2]
+    assert "wrote model-q4.bin" in wrote and f"export.py: Q4_1, Q6_K: quantized again, in groups of {group}" in said
     model = reference.Model.from_bin(tmp_path / "model-q4.bin", "weights")
     data = (tmp_path / "model-q4.bin").read_bytes()
     assert list(np.frombuffer(data, "i1", 16, 0x70)) == FOUR_BITS[kind]
@@ -318,8 +309,7 @@ def test_four_bits_go_over_as_they_are(checkpoint, make, run, tmp_path, kind, co
             else:
                 assert np.array_equal(found, x)
     assert_embedding(tmp_path / "model-q4.bin", gguf.dequantize(*tensors["token_embd.weight"]), group)
-    status, err = run("model.gguf", "--check")
-    assert status == 0 and "rms error at most" in err[0]
+    assert "rms error at most" in exports("model.gguf", "--check")[0]
 
 
 def ffn_in_q4_0(ck):
@@ -396,9 +386,8 @@ DEFAULT = 0.1 * math.log(4) + 1
     (SCALING | {"qwen3.rope.scaling.yarn_attn_factor": 1.002 / DEFAULT}, (1e6, 4, 128, 0, 0, 1.002 / DEFAULT)),
     (SCALING | {"qwen3.rope.scaling.yarn_attn_factor": 0.95 / DEFAULT}, (1e6, 4, 128, 0, 0, 0.95 / DEFAULT)),
     ({"qwen3.rope.scaling.type": "none"}, (1e6,))])
-def test_rope(make, run, tmp_path, changes, fields):
-    status, err = run(make(changes=changes), "out.bin")
-    assert status == 0 and len(err) == 1, err
+def test_rope(make, exports, tmp_path, changes, fields):
+    assert len(exports(make(changes=changes), "out.bin")) == 1
     theta, *yarn = fields
     yarn = dict(zip(("factor", "original", "beta_fast", "beta_slow", "attention_factor"), yarn))
     freq, factor = reference.rope_frequencies({"head_dim": 64, "theta": theta, "yarn": yarn})
@@ -577,8 +566,8 @@ def test_a_classifier_is_compared_lazily(checkpoint, make, run, tmp_path, monkey
 
 def test_big_endian(checkpoint, refuses, tmp_path):
     ck = checkpoint("F32")
-    write(tmp_path / "b.gguf", values(ck), blocks(ck, Kind.F32), gguf.GGUFEndian.BIG)
-    refuses(tmp_path / "b.gguf", r"GGUF's version \(or it is big-endian\) is not supported, expected 2 or 3")
+    path = write(tmp_path / "b.gguf", values(ck), blocks(ck, Kind.F32), gguf.GGUFEndian.BIG)
+    refuses(path, r"GGUF's version \(or it is big-endian\) is not supported, expected 2 or 3")
 
 
 def test_truncated_and_spoiled(make, run, tmp_path):

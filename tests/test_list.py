@@ -18,8 +18,8 @@ import pytest
 from conftest import (CHATML, GREEDY, HELLO, HYBRID, LINUX, QUOTED_QWEN3, QWEN3, RATE, STATS, TINY, WORDS, alone,
                       assert_error, change_sections, compile_template, copy_model, environment, errors_of, finish, join_lines,
                       json_string, needs_address_space, needs_small_pipes, output, outputs, qwen3, random_talk, run_json,
-                      run_list, shell, show_progress, small_pipe, spawn, spawn_shell, tokenize, wait_for_call, wait_until,
-                      waiting, write_list)
+                      run_list, shell, show_progress, small_pipe, spawn, spawn_shell, stop, tokenize, wait_for_call,
+                      wait_until, waiting, write_list)
 
 TOKENS = RATE.replace("/s", " tokens/s")
 SUM = re.compile((r"(\d+) texts? in [\d.]+ s, prompts (\d+) tokens \((\d+) cached\), "
@@ -788,9 +788,8 @@ def test_interrupt_while_a_line_is_encoded(start, tiny):
     child.stdin.write(b"a b c " * 4_000_000 + b"\n")
     child.stdin.flush()                         # it has taken nearly all of it
     time.sleep(0.2)
-    child.send_signal(signal.SIGINT)
-    out, error = child.communicate(timeout=300)
-    assert child.returncode == 130 and out == b"", error
+    status, out, error = stop(child)
+    assert status == 130 and out == b"", error
     assert b"line 1:" not in error and b"0 lines are written" in error and b"-s" not in error
 
 
@@ -798,9 +797,8 @@ def test_interrupt_beats_an_error(start, stopping):
     child = start(stopping, "-L", "-", *GREEDY, "-m", "generate", "-n", "9")
     child.stdin.write(b'bad\n"a"\n')
     assert child.stdout.readline() == b"null\n" and child.stdout.readline() == b'"aaaaaaaaa"\n'
-    child.send_signal(signal.SIGINT)            # it waits for the list
-    out, error = child.communicate(timeout=300)
-    assert child.returncode == 130 and out == b"" and b"2 lines are written" in error
+    status, out, error = stop(child)            # it waits for the list
+    assert status == 130 and out == b"" and b"2 lines are written" in error
 
 
 @needs_small_pipes

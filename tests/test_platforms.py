@@ -7,7 +7,6 @@ import re
 import select
 import shlex
 import shutil
-import signal
 import struct
 import subprocess
 import sys
@@ -16,7 +15,7 @@ import tty
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TESTS, TINY, build, call, environment, tokenize, wait_until, write_zeros
+from conftest import ROOT, TESTS, TINY, build, call, environment, stop, tokenize, wait_until, write_zeros
 
 pytestmark = pytest.mark.slow
 QUESTION = "What is the capital of France?"
@@ -295,9 +294,8 @@ def test_windows_ctrl_c(windows, tmp_path):
     with subprocess.Popen([windows / "qwen3", path, "-c", "0", "-m", "generate", "-t", "0", "-n", "-1", "-i", "a"],
                           stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()) as process:
         assert process.stdout.read(20) == b"!" * 20
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=300)    # without what read() has taken beyond its 20
-    assert process.returncode == 130 and set(out) <= {ord("!")}
+        status, out, err = stop(process)    # without what read() has taken beyond its 20
+    assert status == 130 and set(out) <= {ord("!")}
     assert [line.split()[0] for line in err.splitlines()] == [b"qwen3:", b"prompt"]    # in panels; the rates
 
 

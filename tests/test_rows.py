@@ -11,7 +11,7 @@ import time
 
 import pytest
 from conftest import (GREEDY, HELLO, QWEN3, WORDS, alone, assert_error, environment, errors_of, output, qwen3, run_json,
-                      run_list, wait_until, write_list)
+                      run_list, stop, wait_until, write_list)
 
 MODES = {"chat": ["answer", "end"], "generate": ["answer", "end"], "embed": ["vector"],
          "perplexity": ["tokens", "nll", "ppl"], "tokenize": ["ids"]}
@@ -330,9 +330,8 @@ def test_interrupted_before_the_last_line_is_known_again(start, stopping, tmp_pa
         out.write_bytes(there)
         child = start(stopping, "-l", path, "-m", "generate", *GREEDY, "-n", 90_000, "-w", out)
         time.sleep(0.5)
-        child.send_signal(signal.SIGINT)
-        _, error = child.communicate(timeout=300)
-        assert child.returncode == 130 and out.read_bytes() == there and b"has all" not in error, error
+        status, _, error = stop(child)
+        assert status == 130 and out.read_bytes() == there and b"has all" not in error, error
         assert b": %d lines are written; the same command goes on\n" % there.count(b"\n") in error and b"\n0 texts in " in error, error
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pexpect
 import pytest
 from conftest import (LINUX, ROOT, change_sections, copy_model, cpu_seconds, end, environment, finish, leave,
-                      make_checkpoint, needs_small_pipes, prompts, settle, show_progress, small_pipe, spawn, wait_for_call,
-                      wait_until, waiting)
+                      make_checkpoint, needs_small_pipes, prompts, settle, show_progress, small_pipe, spawn, stop,
+                      wait_for_call, wait_until, waiting)
 
 BOTH = pytest.mark.parametrize("mode", ["generate", "chat"])
 
@@ -47,13 +47,6 @@ def catches(pid, number):
         return True
     status = Path(f"/proc/{pid}/status").read_text()
     return int(re.search(r"SigCgt:\s*(\w+)", status)[1], 16) >> (number - 1) & 1
-
-
-def stop(child, number=signal.SIGINT):
-    """(status, stdout, stderr) of a program that gets this signal."""
-    child.send_signal(number)
-    out, error = child.communicate(timeout=300)
-    return child.returncode, out, error
 
 
 # -- on pipes

@@ -181,32 +181,30 @@ def test_where_the_chat_template_is(tmp_path, file, key):
     assert export.read_template(tmp_path, {"chat_template": key}) == expected
 
 
-def test_chat_section_and_what_is_said_without_one(checkpoint, run, tmp_path):
+def test_chat_section_and_what_is_said_without_one(checkpoint, exports, tmp_path):
     ck = checkpoint()
     ck.files["chat_template.jinja"] = CHATS["hybrid"][0]
-    status, err = run(ck.save(tmp_path / "in"), "out.bin")
-    assert status == 0 and len(err) == 1
+    assert len(exports(ck.save(tmp_path / "in"), "out.bin")) == 1
     assert chat_strings(tmp_path / "out.bin.tokenizer") == ORDINARY
     assert split_tokenizer((tmp_path / "out.bin.tokenizer").read_bytes())[1][b"syst"] == b""
     for template, pattern in ((CHATS["counts"][0], "warning: the chat template.*differs for"),
                               (None, "no chat template")):
         ck.files["chat_template.jinja"] = template
         (tmp_path / "in/chat_template.jinja").unlink(missing_ok=True)
-        status, err = run(ck.save(tmp_path / "in"), "out.bin")
-        assert status == 0 and len(err) == 2 and re.search(pattern, err[1]), err
+        _, said = exports(ck.save(tmp_path / "in"), "out.bin")
+        assert re.search(pattern, said), said
         assert chat_strings(tmp_path / "out.bin.tokenizer") == []
         sections = split_tokenizer((tmp_path / "out.bin.tokenizer").read_bytes())[1]
         assert b"syst" not in sections and sections.get(b"gues") == (b"" if template else None)
 
 
-def test_chat_template_of_the_user_s(checkpoint, run, tmp_path, monkeypatch):
+def test_chat_template_of_the_user_s(checkpoint, run, exports, tmp_path, monkeypatch):
     """Whatever SOURCE has; also for --check. A name with a typing error is found before a download."""
     ck = checkpoint()
     ck.settings["chat_template"] = CHATS["counts"][0]
     ck.save(tmp_path / "in")
     (tmp_path / "mine.jinja").write_text(CHATML)
-    status, err = run("in", "out.bin", "--chat-template", "mine.jinja")
-    assert status == 0 and len(err) == 1, err
+    assert len(exports("in", "out.bin", "--chat-template", "mine.jinja")) == 1
     assert chat_strings(tmp_path / "out.bin.tokenizer") == ORDINARY
     assert run("--check", "in", "out.bin", "--chat-template", "mine.jinja")[0] == 0
     refused(run("--check", "in", "out.bin"), "out.bin.tokenizer: the file .the --chat-template of the export.. is not what")

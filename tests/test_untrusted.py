@@ -315,6 +315,4 @@ def test_time_and_memory_of_arrays_in_gguf(tmp_path, kind, size, count):
         file.write(head)
         file.write(b"\xff" * size * count if size == 2 else b"")
         file.truncate(len(head) + size * count)
-    status, err = measured("m.gguf", cwd=tmp_path)
-    assert status == 1 and len(err) == 1
-    assert ("bytes of metadata" if count > 1 << 24 else "general.architecture") in err[0]
+    refused(measured("m.gguf", cwd=tmp_path), "bytes of metadata" if count > 1 << 24 else "general.architecture")
