@@ -3615,7 +3615,7 @@ static Text *add_text(Engine *e, const Ids *prompt, uint64_t rng, bool goes_on) 
     memset(t->sampler.in_answer, 0, vocab_size * sizeof(bool));
     memset(t->sampler.seen, 0, vocab_size * sizeof(bool));
     for (size_t i = 0; i < n; i++) t->sampler.seen[prompt->p[i]] = true;
-    if (e->mode == PERPLEXITY) t->ids.n = 1, next_piece(e, t);  // as if its first id were a piece
+    if (e->mode == PERPLEXITY) t->ids.n = 1, next_piece(e, t);  // it begins with the last of ids
     writer_thinks(t->writer, slot->thinking);
     const bool may_think = e->may_think && !goes_on && o->n != 0 && n <= t->context;
     size_t *mark = &slot->marks[0];  // the generation prompt: from there on the next turn differs
