@@ -464,7 +464,7 @@ def read_interval(where: Path, config: dict) -> Any:
     types = read_value(where, config, "layer_types", list)
     every = types.index("full_attention") + 1 if "full_attention" in types else len(types)
     period = ["linear_attention"] * (every - 1) + ["full_attention"]
-    if types != (period * len(types))[:len(types)]:
+    if any(kind != period[i % every] for i, kind in enumerate(types)):
         refuse(where, "layer_types", "full_attention after as many linear_attention each time",
                list_names(list(map(str, types)), 12))
     return every or config.get("full_attention_interval")
@@ -2171,14 +2171,14 @@ def undo_converter(h: Header, found: dict[str, list[Tensor]], arch: str) -> None
     heads = np.arange(h.delta_v_heads).reshape(-1, step).T.ravel()  # where each v head is
     channels = np.append(np.arange(2 * h.delta_k_heads), 2 * h.delta_k_heads + heads)
     changes = {
-        "A_log": np.negative,  # norms have their 1 already
+        "A_log": lambda x: -x[heads], "dt_bias": lambda x: x[heads],  # norms have their 1 already
         "conv1d.weight": lambda x: DELTA_CHANGES["linear_attn.conv1d.weight"](
             x.reshape(len(channels), -1)[channels]),
         "out_proj.weight": lambda x: x.reshape(  # blocks of 32 numbers, or numbers
             -1, len(heads), DELTA_HEAD // 32 if x.dtype.names else DELTA_HEAD)[:, heads].ravel()}
     for name, tensors in found.items():
         kind = name.rpartition("linear_attn.")[2]
-        if re.fullmatch(r"in_proj_[vzab]\.weight|A_log|dt_bias", kind):
+        if re.fullmatch(r"in_proj_[vzab]\.weight", kind):
             n_rows, *row = join_shapes(tensors)
             shape = n_rows // len(heads), *row
             parts = [tensor.part(start, *shape) for tensor in tensors
