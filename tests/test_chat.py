@@ -301,14 +301,19 @@ def test_a_template_that_is_more_than_fixed_strings(chain, tmp_path):
 
 # -- at a terminal (pexpect: stdin, stdout and stderr are all the terminal, unless redirected)
 
-def test_only_answers_on_stdout(tiny, tmp_path):
-    """With stdout in a file, sign, notices and statistics are still seen."""
-    child = spawn_shell(f"{QUOTED_QWEN3} {tiny} -t 0 > {tmp_path / 'out'}")
-    child.expect("> ")
-    child.sendline("What is 2 + 3?")
-    child.expect("seed")
+def talk_into_file(command, *lines):
+    """A conversation whose stdout is a file: sign, notices and statistics are still seen."""
+    child = spawn_shell(command)
+    for line in lines:
+        child.expect("> ")
+        child.sendline(line)
+        child.expect("seed")
     child.expect("> ")
     leave(child)
+
+
+def test_only_answers_on_stdout(tiny, tmp_path):
+    talk_into_file(f"{QUOTED_QWEN3} {tiny} -t 0 > {tmp_path / 'out'}", "What is 2 + 3?")
     assert re.fullmatch(r"2 \+ 3 is 5\.\n", (tmp_path / "out").read_text())
 
 
@@ -317,13 +322,8 @@ def test_turns_that_run_again(tiny, tmp_path, options):
     """The test build goes back further than turns need, by a random number of ids: answers are the same."""
     said = []
     for program in QUOTED_QWEN3, *(f"{TESTS / 'test'} list 1,{seed}" for seed in (1, 2)):
-        child = spawn_shell(f"{program} {tiny} -s 1 {' '.join(map(str, options))} > {tmp_path / 'out'}")
-        for line in "My name is Anna.", "What is my name?", "/retry", "What is 2 + 3?", "And 3 + 4?":
-            child.expect("> ")
-            child.sendline(line)
-            child.expect("seed")
-        child.expect("> ")
-        leave(child)
+        talk_into_file(f"{program} {tiny} -s 1 {' '.join(map(str, options))} > {tmp_path / 'out'}",
+                       "My name is Anna.", "What is my name?", "/retry", "What is 2 + 3?", "And 3 + 4?")
         said.append((tmp_path / "out").read_bytes())
     assert len(set(said)) == 1 and said[0].count(b"\n") >= 5, said
 

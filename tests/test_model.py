@@ -155,15 +155,14 @@ def test_group_sizes(tokenizer, tmp_path, group):
 # -- equality: four bits, threads, batches, seeds, pieces of the context
 
 @pytest.mark.parametrize("group", [32, *[pytest.param(n, marks=pytest.mark.slow) for n in (64, 128, 256)]])
-def test_four_bits_are_the_same_bits(tokenizer, tmp_path, group):
+def test_four_bits_are_the_same_bits(random_model, tmp_path, group):
     """A four-bit file, and the file of eight bits with the same values: one figure, one text."""
     width = max(group, 96 if group == 32 else 64)       # 3 groups of 32, and odd numbers of scales
-    hf = make_checkpoint(tmp_path / "hf", tokenizer, dim=width, hidden_dim=3 * group, n_heads=width // 32,
-                         n_kv_heads=1, n_layers=3, tied=False, seed=24)
-    four = export(hf, tmp_path / "4.bin", "--bits", 4, "--group-size", group)
+    shape = dict(dim=width, hidden_dim=3 * group, n_heads=width // 32, n_kv_heads=1, n_layers=3, tied=False, seed=24)
+    four = random_model("--bits", 4, "--group-size", group, **shape)
     eight = expand_four_bits(four, tmp_path / "8.bin")
     assert four.stat().st_size < eight.stat().st_size
-    assert perplexity(four, "-f", __file__)[1] != perplexity(export(hf, tmp_path / "q8.bin"), "-f", __file__)[1]
+    assert perplexity(four, "-f", __file__)[1] != perplexity(random_model(**shape), "-f", __file__)[1]
     for cut in ((), ("-b", 1), ("-b", 7, "-j", 2), ("-j", 3)):
         assert perplexity(four, "-f", __file__, *cut) == perplexity(eight, "-f", __file__)
     run = ("-m", "generate", "-i", "the", "-n", 60, "-t", 1, "-k", 0, "-p", 1, "-q", "-s", 5)
@@ -188,12 +187,10 @@ def wide_context(tmp_path_factory, tokenizer):
 
 
 @pytest.fixture(scope="module")
-def wide_experts(tmp_path_factory, tokenizer, wide_context):
+def wide_experts(random_model, wide_context):
     """The same for a mixture of experts, with four bits."""
-    directory = tmp_path_factory.mktemp("experts")
-    hf = make_checkpoint(directory / "hf", tokenizer, hidden_dim=96, n_experts=12, n_experts_used=3,
-                         max_len=1024, seed=28)
-    return export(hf, directory / "model.bin", "--bits", 4), wide_context[1]
+    shape = dict(hidden_dim=96, n_experts=12, n_experts_used=3, max_len=1024, seed=28)
+    return random_model("--bits", 4, **shape), wide_context[1]
 
 
 @pytest.mark.parametrize("options", CUTS, ids=lambda options: " ".join(map(str, options)))

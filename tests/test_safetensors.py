@@ -98,29 +98,24 @@ def test_broken_safetensors_refused(saved, refuses, which):
     refuses(saved, "in:" if which.startswith("dtype") else "model.safetensors", pattern)
 
 
-@pytest.mark.parametrize("name, content, patterns", [
-    ("model-00002-of-00002.safetensors", None, ["model-00002-of-00002", "missing"]),
-    ("model.safetensors.index.json", None, ["no weights .*, expected a directory of safetensors"]),
-    ("model.safetensors.index.json", {"metadata": {}}, ["KeyError.*weight_map"]),
-    ("model.safetensors.index.json", {"weight_map": {"a": "../a.safetensors"}}, ["missing"]),
-    ("model.safetensors.index.json", {"weight_map": ["a"]}, ["broken"]),
-    ("model.safetensors.index.json", "add", ["other tensors.*difference in extra.weight$"]),
-    ("model.safetensors.index.json", "move", ["other tensors.*difference in model.norm.weight$"]),
-])
-def test_broken_shards_refused(checkpoint, refuses, tmp_path, name, content, patterns):
-    folder = checkpoint().save(tmp_path / "in", 2)
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
-    first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
-    if content == "add":
-        content = {"weight_map": index["weight_map"] | {"extra.weight": first}}
-    elif content == "move":
-        index["weight_map"][NORM] = second if index["weight_map"][NORM] == first else first
-        content = index
-    if content is None:
-        (folder / name).unlink()
+INDEX, SHARDS = "model.safetensors.index.json", [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+
+
+@pytest.mark.parametrize("name, change, pattern", [  # of weight_map, or another index
+    (SHARDS[1], None, "model-00002-of-00002.safetensors: missing"),
+    (INDEX, None, "no weights .*, expected a directory of safetensors"),
+    (INDEX, lambda of: {"metadata": {}}, "KeyError.*weight_map"),
+    (INDEX, lambda of: {"weight_map": {"a": "../a.safetensors"}}, "missing"),
+    (INDEX, lambda of: {"weight_map": ["a"]}, "broken"),
+    (INDEX, lambda of: {"weight_map": of | {"extra.weight": SHARDS[0]}}, "other tensors.*difference in extra.weight$"),
+    (INDEX, lambda of: {"weight_map": of | {NORM: SHARDS[of[NORM] == SHARDS[0]]}}, f"other tensors.*difference in {NORM}$")])
+def test_broken_shards_refused(checkpoint, refuses, tmp_path, name, change, pattern):
+    file = checkpoint().save(tmp_path / "in", 2) / name
+    if change:
+        file.write_text(json.dumps(change(json.loads(file.read_text())["weight_map"])))
     else:
-        (folder / name).write_text(json.dumps(content))
-    refuses(folder, *patterns)
+        file.unlink()
+    refuses(file.parent, pattern)
 
 
 def test_a_file_that_became_shorter(checkpoint, run, tmp_path, monkeypatch):

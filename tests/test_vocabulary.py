@@ -119,6 +119,11 @@ def test_vocabulary(exported, tokenizer_json):
     assert rows(sections["adde"], 2) == [(tok.token_to_id(text), special | 4 * (text in words)) for text, special in ADDED]
 
 
+def after(base, value):
+    """An id or several, or None, counted from this one on."""
+    return [base + i for i in value] if isinstance(value, list) else None if value is None else base + value
+
+
 @pytest.mark.parametrize("generation, config, settings, stop", [
     ({"eos_token_id": [2, 0]}, {"eos_token_id": 2}, {"eos_token": "<|im_end|>"}, [2, 0]),
     ({"eos_token_id": 0}, {"eos_token_id": 0}, {"eos_token": "<|im_end|>"}, [0, 2]),
@@ -131,10 +136,8 @@ def test_vocabulary(exported, tokenizer_json):
 def test_stop_ids(checkpoint, tmp_path, generation, config, settings, stop):
     ck = checkpoint()
     base = ck.eos - 2
-    def ids(value):
-        return [base + i for i in value] if isinstance(value, list) else (None if value is None else base + value)
-    ck.generation = {k: ids(v) for k, v in generation.items()}
-    ck.config |= {k: ids(v) for k, v in config.items()}
+    ck.generation = {key: after(base, value) for key, value in generation.items()}
+    ck.config |= {key: after(base, value) for key, value in config.items()}
     ck.settings = settings
     head, _, sections = sections_of(ck, tmp_path)
     assert [i - base for i, in rows(sections["stop"], 1)] == stop
@@ -196,9 +199,7 @@ def test_mode(checkpoint, tmp_path, template, generation, config, settings, mode
     """A base model's ids of an end lack the end of a turn; or it has no template, and does not end as ChatML does."""
     ck = checkpoint()
     base = ck.eos - 2
-    ck.generation["eos_token_id"] = None if generation is None else (
-        [base + i for i in generation] if isinstance(generation, list) else base + generation)
-    ck.config["eos_token_id"] = base + config
+    ck.generation["eos_token_id"], ck.config["eos_token_id"] = after(base, generation), base + config
     ck.settings = {"eos_token": settings} | ({"chat_template": CHATML} if template else {})
     sections = sections_of(ck, tmp_path)[2]
     assert sections.get("mode") == (struct.pack("<I", mode) if mode else None)

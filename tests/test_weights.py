@@ -197,17 +197,22 @@ RELATIVES = {  # architecture -> (that of the plain model, its other settings, w
     "Qwen2Model": ("Qwen2ForCausalLM", {}, "", None), "Qwen3Model": ("Qwen3ForCausalLM", {}, "", None)}
 
 
+NESTED = {"both say it": {}, "inside alone": {"tie_word_embeddings": None}, "inside, no above": {"tie_word_embeddings": False}}
+
+
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize("nested", [None, *NESTED])
 @pytest.mark.parametrize("architecture", RELATIVES)
 def test_relatives_of_the_plain_models(checkpoint, run, tmp_path, architecture, nested, tied):
-    """HF's logits are those of the plain model with the same weights (transformers 5.24: by 0), and so is the file."""
+    """HF's logits are those of the plain model with the same weights (transformers 5.24: by 0), and so is the file. A
+    nested config may alone say that the classifier is tied, as transformers writes it where the value is its default."""
     plain, settings, prefix, left_out = RELATIVES[architecture]
     ck = checkpoint(architectures=[plain], tie_word_embeddings=tied, head_dim=32)
     expected, text = ck.expected(), ck.config | settings
     text.pop("architectures")
-    ck.config = {"text_config": text | {"tie_word_embeddings": not tied}} | VISION | BESIDE if nested else text
-    ck.config |= {"architectures": [architecture], "tie_word_embeddings": tied}
+    inside = tied != (nested == "both say it")      # above it says what is true
+    ck.config = {"text_config": text | {"tie_word_embeddings": inside}} | VISION | BESIDE if nested else text
+    ck.config |= {"architectures": [architecture], "tie_word_embeddings": tied} | NESTED.get(nested, {})
     stored = [(name.replace("model.", prefix, 1), *more) for name, *more in ck.stored()]
     if left_out:
         stored.append((f"{left_out}0.attn.qkv.weight", np.ones((8, 8), "<u2"), None))
@@ -216,16 +221,6 @@ def test_relatives_of_the_plain_models(checkpoint, run, tmp_path, architecture, 
     said = f", without {left_out.removeprefix('model.')}*)" if left_out else "in groups of 64)"
     assert status == 0 and said in err[0], err
     assert (tmp_path / "out.bin").read_bytes() == expected
-
-
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("top", [{}, {"tie_word_embeddings": False}])
-def test_a_nested_config_may_alone_say_that_the_classifier_is_tied(checkpoint, exported_bytes, tied, top):
-    """As transformers writes it where the value is its default."""
-    ck = checkpoint(architectures=["Qwen2ForCausalLM"], tie_word_embeddings=tied, head_dim=32)
-    expected = ck.expected()
-    ck.config = {"text_config": ck.config, "architectures": ["Qwen2_5_VLForConditionalGeneration"]} | top
-    assert exported_bytes(ck) == expected
 
 
 def test_more_shards_than_files_that_may_be_open(checkpoint, tmp_path):
