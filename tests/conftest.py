@@ -62,6 +62,7 @@ QWEN3 = Path(os.environ.get("QWEN3", ROOT / "qwen3")).resolve()
 QUOTED_QWEN3 = shlex.quote(str(QWEN3))      # for a shell
 TINY = TESTS / "tiny"
 LINUX = sys.platform == "linux"
+HAS_AVX2 = LINUX and bool(re.search(r"^flags.* avx2 ", Path("/proc/cpuinfo").read_text(), re.M))
 SANITIZED = QWEN3.exists() and b"__asan_init" in QWEN3.read_bytes()
 needs_address_space = pytest.mark.skipif(SANITIZED or not LINUX, reason="needs a limited address space")
 

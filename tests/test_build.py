@@ -7,10 +7,9 @@ import re
 import resource
 import shutil
 import statistics
-from pathlib import Path
 
 import pytest
-from conftest import ROOT, TESTS, TINY, assert_error, build, call
+from conftest import HAS_AVX2, ROOT, TESTS, TINY, assert_error, build, call
 
 
 @pytest.mark.slow
@@ -190,8 +189,7 @@ ARCHITECTURES = pytest.mark.parametrize("arch", ["native", "x86-64-v3"])
 
 
 def need_architecture(arch):
-    flags = Path("/proc/cpuinfo")
-    if arch != "native" and not (platform.machine() == "x86_64" and flags.exists() and " avx2 " in flags.read_text()):
+    if arch != "native" and not HAS_AVX2:
         pytest.skip("no x86-64 with AVX2")
 
 

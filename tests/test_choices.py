@@ -44,15 +44,10 @@ def defined(model, prompt, answers):
     return [math.exp(score - max(logs)) / sum(math.exp(x - max(logs)) for x in logs) for score in logs], mass
 
 
-@pytest.fixture(scope="module", params=["tiny", "Qwen2", "experts", "four bits"])
-def model(request, random_model, tiny):
-    bits = ["--bits", "4"] * (request.param == "four bits")
-    shapes = {"Qwen2": dict(qwen2=True, head_dim=16), "experts": dict(n_experts=8, hidden_dim=64)}
-    return tiny if request.param == "tiny" else random_model(*bits, **shapes.get(request.param, {}))
-
-
-def test_definition(model):
-    tried = 0
+@pytest.mark.parametrize("bits, shape", [
+    (8, None), (8, dict(qwen2=True, head_dim=16)), (8, dict(n_experts=8, hidden_dim=64)), (4, {})], ids=str)
+def test_definition(random_model, tiny, bits, shape):
+    model, tried = tiny if shape is None else random_model("--bits", bits, **shape), 0
     for answers in ANSWERS:
         expected = defined(model, PROMPT, answers)
         if expected:

@@ -533,15 +533,11 @@ def test_embed_with_a_model_that_is_not_made_for_it(embedding, small, tmp_path):
     assert qwen3(small, "-m", "embed", "-l", "-", stdin=b"x\ny\n").stderr.count(notice) == 1
 
 
-@pytest.fixture
-def base(chain, tokenizer, tmp_path):
-    """A base model, as export.py marks one: it has a template, but only <|endoftext|> ends a text."""
+def test_base_model_continues_texts(chain, tokenizer, tmp_path):
+    """On a pipe, with -i and on a terminal; a notice says so, and -m has the last word. export.py marks such a model: it
+    has a template, but only <|endoftext|> ends a text."""
     marks = {b"stop": struct.pack("<I", tokenizer.token_to_id("<|endoftext|>")), b"mode": struct.pack("<I", 1)}
-    return change_sections(copy_model(chain("a", "b", "c", END), tmp_path), lambda sections: sections.update(marks))
-
-
-def test_base_model_continues_texts(base):
-    """On a pipe, with -i and on a terminal; a notice says so, and -m has the last word."""
+    base = change_sections(copy_model(chain("a", "b", "c", END), tmp_path), lambda sections: sections.update(marks))
     for args, stdin in ((("-i", "a"), b"c"), ((), b"a")):
         result = qwen3(base, "-t", 0, "-n", 2, *args, stdin=stdin)
         assert result.stdout == b"bc"

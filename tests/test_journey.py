@@ -32,11 +32,6 @@ def read(path):
     return model, read_tokenizer(f"{path}.tokenizer", model.c["vocab_size"])
 
 
-@pytest.fixture(scope="module")
-def tiny_model():
-    return read(TINY / "tiny.bin")
-
-
 def differences(printed, computed, tolerance=0.015):
     """Words, ids and positions must be equal, shares and probabilities within the tolerance, the
     lengths relatively within a third of it: where a value lies between two int8, one rounds it up
@@ -51,9 +46,10 @@ def differences(printed, computed, tolerance=0.015):
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_tiny_model(tiny_model, text):
-    assert encode(text, *tiny_model[1][1:]) == tokenize(TINY / "tiny.bin", text.encode())
-    assert not differences(program(text), journey(*tiny_model, text))
+def test_tiny_model(text):
+    model, tokens = read(TINY / "tiny.bin")
+    assert encode(text, *tokens[1:]) == tokenize(TINY / "tiny.bin", text.encode())
+    assert not differences(program(text), journey(model, tokens, text))
 
 
 def test_readme_shows_it():

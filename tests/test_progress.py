@@ -97,13 +97,6 @@ def test_not_shown_when_fast(slow):
     pytest.fail("it is shown") if conclusive else pytest.skip("this machine is too busy")
 
 
-@pytest.fixture(scope="module")
-def geometric(table_model):
-    """After a, sampled, an answer is as: each is the last one with probability 1 / 1100. After any other token it ends."""
-    end = {"<|im_end|>": 0}
-    return table_model({None: end, "a": end | {"a": 7}}, fill=-100, max_len=100_000)
-
-
 def list_shown(model, path, *args):
     """[(seconds, texts done, seconds left or None)] that a list's progress shows, and the seconds in all."""
     command = shlex.join(map(str, [QWEN3, model, "-l", path, "-m", "generate", "-s", 1, "-p", 1, "-k", 0, "-j", 1, *args]))
@@ -116,9 +109,11 @@ def list_shown(model, path, *args):
     return shown, time.monotonic() - start
 
 
-def test_time_left_of_mixed_lengths(geometric, tmp_path):
-    """Of answers of very different lengths: within a factor of 2.5 in the middle."""
-    path, n, seconds = tmp_path / "list", 150, 0
+def test_time_left_of_mixed_lengths(table_model, tmp_path):
+    """Of answers of very different lengths: within a factor of 2.5 in the middle. They are a's, each the last one with
+    probability 1 / 1100."""
+    end, path, n, seconds = {"<|im_end|>": 0}, tmp_path / "list", 150, 0
+    geometric = table_model({None: end, "a": end | {"a": 7}}, fill=-100, max_len=100_000)
     while seconds < 3.4:
         path.write_bytes(b"a\n" * n)
         shown, seconds = list_shown(geometric, path, "-t", 1)

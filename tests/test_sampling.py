@@ -15,11 +15,6 @@ def ranked(table_model):
     return lambda **kwargs: table_model({None: RANKED}, fill=-80, max_len=4096, **kwargs)
 
 
-@pytest.fixture(scope="module")
-def model(ranked):
-    return ranked()
-
-
 def draw(model, *options, n=N, seed=1):
     text = output(model, "-m", "generate", "-i", "x", "-n", n, "-s", seed, "-q", *options)
     assert len(text) == n
@@ -61,16 +56,16 @@ P = 0.05, 0.3, 0.5, 0.7, 0.8, 0.95, 0.99
     # Top-k comes before top-p: of e and d alone, e has 0.56; of all six it has 0.28.
     (("-t", 2, "-k", 2, "-p", 0.55), 2, "e"), (("-t", 2, "-k", 0, "-p", 0.55), 2, "edb"),
     (("-t", 0), 1, "e"), (("-k", 2), 0.6, "ed")], ids=str)      # the checkpoint's 0.6 and 0.95 stay
-def test_temperature_top_k_and_top_p(model, options, temperature, letters):
-    assert_distribution(draw(model, *options, n=2000), expected(temperature, letters))
+def test_temperature_top_k_and_top_p(ranked, options, temperature, letters):
+    assert_distribution(draw(ranked(), *options, n=2000), expected(temperature, letters))
 
 
-def test_presence_penalty(model):
+def test_presence_penalty(ranked):
     """Taken off once from every token that was generated, however often."""
-    text = output(model, "-m", "generate", "-i", "eeeee", "-t", 0, "-a", 2, "-n", 8, "-q")
+    text = output(ranked(), "-m", "generate", "-i", "eeeee", "-t", 0, "-a", 2, "-n", 8, "-q")
     # 5 e, 4.5 d, 4 b, 4 c, 3 a (e has 3 too: a is the lower id), then e 3 again and again.
     assert text == b"edbcaeee"
-    run = (model, "-m", "generate", "-i", "x", "-t", 1, "-s", 3, "-n", 100, "-q")
+    run = (ranked(), "-m", "generate", "-i", "x", "-t", 1, "-s", 3, "-n", 100, "-q")
     assert output(*run, "-a", 0) == output(*run)
 
 
@@ -105,9 +100,9 @@ def test_advice_for_a_hybrid_model(ranked):
         assert_distribution(collections.Counter(text.decode().rstrip("\n")), expected(temperature, letters))
 
 
-def test_first_tokens_of_neighbouring_seeds_are_independent(model):
+def test_first_tokens_of_neighbouring_seeds_are_independent(ranked):
     """A generator that is seeded badly gives the same first number for small seeds."""
     first = collections.Counter(
-        output(model, "-m", "generate", "-i", "x", "-n", 1, "-t", 2, "-k", 0, "-p", 1, "-q",
+        output(ranked(), "-m", "generate", "-i", "x", "-n", 1, "-t", 2, "-k", 0, "-p", 1, "-q",
                "-s", seed).decode() for seed in range(120))
     assert_distribution(first, expected(2))
