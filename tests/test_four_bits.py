@@ -1,5 +1,4 @@
 """--bits 4 beside a naive quantization."""
-import os
 import re
 import struct
 
@@ -7,7 +6,7 @@ import numpy as np
 import pytest
 import reference
 from checkpoints import experts
-from conftest import ROOT, export_py as export, refused
+from conftest import ROOT, refused
 
 
 LEVELS = np.array([-127, -100, -78, -61, -46, -33, -21, -9, 2, 13, 24, 36, 49, 64, 82, 106])
@@ -108,10 +107,3 @@ def test_weights_too_large_for_four_bits(checkpoint, run, tmp_path):
             "numbers up to 3473408 for --bits 4, found 3473409")
     assert [p.name for p in tmp_path.iterdir()] == ["in"]
     assert run("in", "out.bin")[0] == 0
-
-
-def test_four_bits_do_not_depend_on_pieces_or_threads(checkpoint, exported_bytes, monkeypatch):
-    whole = exported_bytes(checkpoint(hidden_size=96), "--bits", 4)
-    monkeypatch.setattr(export, "PIECE", 64 * 7)
-    monkeypatch.setattr(os, "cpu_count", lambda: 1)
-    assert exported_bytes("in", "--bits", 4) == whole

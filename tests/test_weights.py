@@ -1,4 +1,5 @@
 """OUT.bin byte for byte: what export.py makes of each kind of checkpoint, and in what pieces."""
+import os
 import resource
 
 import numpy as np
@@ -172,12 +173,15 @@ def test_a_classifier_of_another_dtype_is_compared_as_a_whole(monkeypatch, train
 LARGE = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "num_hidden_layers": 1}
 
 
-@pytest.mark.parametrize("group, config", [(64, {}), (32, {"hidden_size": 96}), (64, experts(3)), (128, LARGE), (256, LARGE)])
-def test_pieces_join_where_a_tensor_is_larger_than_one(checkpoint, run, exported_bytes, monkeypatch, group, config):
-    monkeypatch.setattr(export, "PIECE", 64 * 7 if group <= 64 else export.PIECE)
-    ck = checkpoint(**config)
-    assert exported_bytes(ck, *["--group-size", group] * (group > 64)) == ck.expected(group)
-    assert run("--check", "in", "out.bin")[0] == 0
+@pytest.mark.parametrize("bits, group, config", [(8, 64, {}), (8, 32, {"hidden_size": 96}), (4, 32, {"hidden_size": 96}),
+                                                 (8, 64, experts(3)), (8, 128, LARGE), (8, 256, LARGE)])
+def test_pieces_and_threads_change_nothing(checkpoint, exports, exported_bytes, monkeypatch, bits, group, config):
+    ck, args = checkpoint(**config), ("--bits", bits, "--group-size", group)
+    whole = exported_bytes(ck, *args)
+    exports("--check", "in", "out.bin")
+    monkeypatch.setattr(export, "PIECE", 64 * 7)
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    assert exported_bytes("in", *args) == whole and (bits == 4 or whole == ck.expected(group))
 
 
 BESIDE = {"hidden_size": 32, "num_hidden_layers": 1, "rms_norm_eps": 1e-3, "rope_theta": 7, "use_sliding_window": True,
