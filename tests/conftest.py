@@ -216,6 +216,13 @@ def finish(child):
     return child.exitstatus
 
 
+def shown_by(*args, status=0, **env):
+    """What the program shows at a terminal until it ends with this status."""
+    child = spawn(*args, **env)
+    assert finish(child) == status, child.before
+    return child.before
+
+
 def end(child):
     """Kills a spawned program, if it still runs."""
     child.kill(signal.SIGKILL)

@@ -12,7 +12,8 @@ import pytest
 import tokenizers
 from checkpoints import make_checkpoint
 from conftest import (CHATML, HYBRID, QUOTED_QWEN3, STATS, TESTS, change_sections, compile_template, copy_model, export,
-                      finish, leave, output, prompts, qwen3, random_talk, records, settle, spawn, spawn_shell, tokenize)
+                      finish, leave, output, prompts, qwen3, random_talk, records, settle, shown_by, spawn_shell,
+                      tokenize)
 from test_templates import CHATS
 
 END = "<|im_end|>"
@@ -139,8 +140,7 @@ def test_newlines(chain):
     """One ends an answer, but of -m generate only on a terminal; a script may be of Windows."""
     model = chain("Ċ", "a", END)
     raw = (model, "-m", "generate", "-i", "\n", "-t", 0, "-q")
-    child = spawn(*raw)
-    assert finish(child) == 0 and child.before == b"a\r\n" and output(*raw) == b"a"
+    assert shown_by(*raw) == b"a\r\n" and output(*raw) == b"a"
     assert output(model, "-i", "x", "-t", 0) == b"a\n"
     unix, windows = (chat(model, text) for text in (b"x\ny\nz", b"x\r\ny\r\nz"))
     assert unix.stdout == windows.stdout == b"a\n" * 3 and prompts(unix) == prompts(windows)
@@ -365,9 +365,7 @@ def test_what_is_typed_is_one_message(alone, talk, keys, message):
 
 def test_thinking_is_dimmed(tiny):
     def shown(*args, **env):
-        child = spawn(*args, **env)
-        finish(child)
-        return re.sub(rb"\r[^\r\n]*\x1b\[K", b"", child.before)     # the progress, on a slow machine
+        return re.sub(rb"\r[^\r\n]*\x1b\[K", b"", shown_by(*args, **env))     # the progress, on a slow machine
     run = (tiny, "-t", 0, "-r", 1, "-i", "What is 2 + 3?")
     thinking, answer = shown(*run).rsplit(b"\x1b[0m", 1)
     pieces = re.findall(rb"\x1b\[2m(.*?)\x1b\[0m", thinking + b"\x1b[0m", re.S)
