@@ -823,6 +823,13 @@ def hub_server(tmp_path_factory):
 
 
 @pytest.fixture
+def hub_tiny(checkpoint, hub, tmp_path):
+    """hub, with a checkpoint org/tiny."""
+    checkpoint().save(tmp_path / "hub/org/tiny")
+    return hub
+
+
+@pytest.fixture
 def hub(hub_server, run, tmp_path, monkeypatch):
     """hub(arguments) is run(arguments) with a hub that has tmp_path/hub, and an empty cache;
     hub.process(arguments, changes of the environment) runs export.py in a process of its own."""

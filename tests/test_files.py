@@ -145,6 +145,8 @@ FIELDS = {"qwen3": [
     Field("bad layer_bits", 0x68, values=(2, 8), elsewhere={0: "unknown field"}),
     Field("bad eight_bits", 0x6C, values=(127, 128, 129, 255, 256), elsewhere=dict.fromkeys((0, 3, 5, 8, 127), SIZE)),
     Field("bad panels", 0x80, elsewhere={0: SIZE}),
+    *[Field("bad levels[i], expected ascending", 0x70 + i, "b", (level,))
+      for i, level in ((0, 127), (1, -127), (5, -128), (15, 82), (15, -1))],
 ], "experts": [
     Field("bad n_experts,", 0x5C, values=(4097, 2, 8), elsewhere={
         0: "bad n_experts_used", 1: "bad n_experts_used", 2: SIZE, 3: SIZE, 5: SIZE, 8: SIZE}),
@@ -160,7 +162,7 @@ FIELDS = {"qwen3": [
 def test_header_field(files, name, field):
     data = files(name).model_bytes
     old, = struct.unpack_from("<" + field.kind, data, field.offset)
-    usual = {"f": [-1.0, NAN, INF, -INF, 1e13, 1e-45, -0.0], "B": [1, 255],
+    usual = {"f": [-1.0, NAN, INF, -INF, 1e13, 1e-45, -0.0], "B": [1, 255], "b": [],
              "i": [0, -1, 2**31 - 1, -2**31, 2**30, old - 1, old + 1, 2 * old]}[field.kind]
     for value in {v for v in (*usual, *field.values) if v != old and -2**31 <= v < 2**31 or v != v} | {
             v for v in usual if field.kind == "f"}:
@@ -189,12 +191,6 @@ def test_integers_are_no_floats(files):
     at = 4 + 4 * HEADER.index("max_seq_len")
     result = files().run(patched(files().model_bytes, "i", at, 2**24 + 1), None, "-c", 2**24 + 2)
     assert_error(result, 1, "-c", 2**24 + 1)
-
-
-@pytest.mark.parametrize("i, level", [(0, 127), (1, -127), (5, -128), (15, 82), (15, -1)])
-def test_levels(files, i, level):
-    f = files("4 bits")
-    f.check(["bad levels", "ascending"], patched(f.model_bytes, "b", 0x70 + i, level))
 
 
 def test_zeros_of_the_header(files):

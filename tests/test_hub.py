@@ -76,9 +76,8 @@ def test_a_path_with_a_typing_error_is_no_hub_name(run, tmp_path, monkeypatch):
         run("other/qwen/file.gguf")
 
 
-def test_ctrl_c_during_a_download(checkpoint, hub, tmp_path, monkeypatch):
+def test_ctrl_c_during_a_download(hub_tiny, tmp_path, monkeypatch):
     """It does not wait for the files under way."""
-    checkpoint().save(tmp_path / "hub/org/tiny")
     answer, begun, end = Hub.answer, threading.Event(), threading.Event()
     def answer_late(self, *args):
         if self.command == "GET" and "model.safetensors" in self.path:
@@ -88,7 +87,7 @@ def test_ctrl_c_during_a_download(checkpoint, hub, tmp_path, monkeypatch):
             answer(self, *args)
     monkeypatch.setattr(Hub, "answer", answer_late)
     child = subprocess.Popen([sys.executable, ROOT / "export.py", "org/tiny"], cwd=tmp_path, stderr=subprocess.PIPE,
-                             env=environment(**hub.env))
+                             env=environment(**hub_tiny.env))
     try:
         assert begun.wait(120)
         child.send_signal(signal.SIGINT)
@@ -101,15 +100,14 @@ def test_ctrl_c_during_a_download(checkpoint, hub, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("commit", ["../../../out", "main", "0123abc"])
-def test_a_commit_that_is_none(checkpoint, hub, tmp_path, monkeypatch, commit):
-    checkpoint().save(tmp_path / "hub/org/tiny")
+def test_a_commit_that_is_none(hub_tiny, monkeypatch, commit):
     monkeypatch.setattr(Hub, "newest", commit)
-    refused(hub("org/tiny"), "org/tiny: commit, expected 40 hexadecimal digits")
+    refused(hub_tiny("org/tiny"), "org/tiny: commit, expected 40 hexadecimal digits")
 
 
-def test_a_wrong_file_in_the_cache(checkpoint, hub, tmp_path):
+def test_a_wrong_file_in_the_cache(hub_tiny, tmp_path):
     """It stays there, so the message says what to delete."""
-    file = checkpoint().save(tmp_path / "hub/org/tiny") / "model.safetensors"
+    hub, file = hub_tiny, tmp_path / "hub/org/tiny/model.safetensors"
     data = file.read_bytes()
     file.write_bytes(data[:-1])
     refused(hub("org/tiny"), f"org/tiny/model.safetensors: truncated.*; first delete {hub.cache}/models--org--tiny$")
@@ -156,8 +154,8 @@ def test_refused_before_the_weights_come(checkpoint, hub, tmp_path, config, out,
     assert "model.safetensors" not in hub.asked()
 
 
-def test_the_disk_of_a_download(checkpoint, hub, tmp_path):
-    checkpoint().save(tmp_path / "hub/org/tiny")
+def test_the_disk_of_a_download(hub_tiny, tmp_path):
+    hub = hub_tiny
     hub.cache.mkdir(parents=True)
     (hub.cache / "models--org--tiny").write_text("")
     refused(hub("org/tiny"), "/hub/models--org--tiny.*: can't be read or written")
