@@ -395,12 +395,6 @@ def test_quiet_terminal(talk):
     assert child.before == b"\r\n"
 
 
-def test_file_after_text_keeps_its_empty_line(alone, tmp_path):
-    """Only the file's own final newline goes."""
-    (tmp_path / "newline").write_bytes(b"\n")
-    assert alone("TEXT", "-f", tmp_path / "newline") == alone("TEXT\n\n")
-
-
 # -- commands
 
 @pytest.mark.parametrize("leave", ["/bye", "/exit", "/quit", "exit", "quit"])
@@ -520,9 +514,11 @@ def test_greeting(talk, tiny, chain):
             f"qwen3: {model}: context 100, thinking {thinking}, /help shows the commands\r\n"
 
 
-def test_commands_of_a_script_are_text(tiny, alone):
-    script = chat(tiny, b"/bye\n", "-n", 1)
-    assert prompts(script) == alone("/bye")
+def test_what_a_script_and_a_file_send(tiny, alone, tmp_path):
+    """Commands are text; after TEXT and an empty line only the file's own final newline goes."""
+    assert prompts(chat(tiny, b"/bye\n", "-n", 1)) == alone("/bye")
+    (tmp_path / "newline").write_bytes(b"\n")
+    assert alone("TEXT", "-f", tmp_path / "newline") == alone("TEXT\n\n")
 
 
 # -- the end of an answer

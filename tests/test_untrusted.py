@@ -72,12 +72,9 @@ def test_template_s_process_has_nothing_of_its_surroundings(tmp_path, monkeypatc
     assert set(export.render_all("", {}, [("x", None)]).values()) == {str(where)}
 
 
-def test_template_s_process_that_dies(monkeypatch):
+def test_template_s_process_that_dies_or_cannot_start(checkpoint, refuses, monkeypatch):
     monkeypatch.setattr(sys, "executable", "false")
     not_tried("", "exit status 1")
-
-
-def test_template_s_process_that_cannot_start(checkpoint, refuses, monkeypatch):
     ck = checkpoint()
     ck.settings["chat_template"] = CHATML
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
