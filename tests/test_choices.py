@@ -429,10 +429,7 @@ def test_refused_once_the_model_is_known(tiny, tmp_path):
             assert_error(qwen3(model, *args, "-o", "yes|no", stdin=b"a\n"), 2, "-o", f"made for -m {mode},")
     # A letter and its mark, composed and not: NFC makes them one.
     assert_error(qwen3(tiny, "-i", "a", "-o", "\u00e9|e\u0301"), 1)
-
-
-def test_other_errors(tiny):
-    """An answer that does not fit into the context: that line's null."""
+    # An answer that does not fit into the context: that line's null
     data = b"Hello\n" + b"a b c d " * 20 + b"\n"
     result = qwen3(tiny, "-c", 64, "-l", "-", "-o", "yes|no", stdin=data)
     assert result.returncode == 1 and result.stdout.endswith(b"}\nnull\n"), result

@@ -245,21 +245,12 @@ def test_text_around_invalid_bytes_is_still_text(small, tokenizer):
 
 # -- the file
 
-@pytest.fixture
-def plain(small, tmp_path):
-    """The small model with a tokenizer file as the older exports wrote it."""
-    return copy_model(small, tmp_path, extension=False)
-
-
-def test_plain_file_is_exact_on_ascii(plain, tokenizer):
-    r = random.Random(5)
+def test_plain_file(small, tmp_path, tokenizer):
+    """As the older exports wrote it: exact on ASCII. One notice; nothing is normalised, and so nothing is lost."""
+    plain, r = copy_model(small, tmp_path, extension=False), random.Random(5)
     for kind in ("words", "contractions", "newlines", "punctuation", "added", "mixed"):
         text = make_text(r, kind, 2000).encode("ascii", "ignore").decode()
         assert_same(tokenize(plain, text.encode()), tokenizer, text)
-
-
-def test_plain_file_gives_one_notice(plain, small):
-    """And loses nothing: nothing is normalised."""
     result = qwen3(plain, "-m", "tokenize", "-i", "hello")
     assert result.returncode == 0
     assert result.stderr.count(b"\n") == 1 and b"export" in result.stderr
