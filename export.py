@@ -803,7 +803,7 @@ def downloading(name: str) -> Iterator[None]:
             raise
         found = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         if NO_NETWORK & {kind.__name__ for kind in type(error).__mro__}:
-            refuse(name, "not all here, and the hub can't be reached", "a network (run it again; "
+            refuse(name, "not here, or not all, and the hub can't be reached", "a network (again; "
                    "HF_ENDPOINT sets a mirror), or files in the cache (HF_HUB_OFFLINE=1)", found)
         refuse(name, "neither here nor available from the hub", "a directory, a GGUF file or a hub "
                "name (a private or gated one needs HF_TOKEN)", found)
@@ -2265,7 +2265,7 @@ def check(options: argparse.Namespace) -> None:
         header, computed = read_header(source, old.layer_bits or 8, old.group_size, options.yarn)
         parts = make_tokenizer(source, header.vocab_size)
         header, outputs, _ = match_tensors(source, header, computed)
-        check_bytes(out, "the header (the --yarn of the export?)", HEADER.pack(*header), found)
+        check_bytes(out, "the header (another model, or --yarn?)", HEADER.pack(*header), found)
         size = len(join_tokenizer(*parts))
         found = read_file(path := Path(f"{out}.tokenizer"), most=2 * size)
         tokenizer = join_tokenizer(*parts, found[size + 8:])  # any origin, after tag and length

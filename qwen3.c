@@ -2339,7 +2339,7 @@ typedef struct {  // of the command line. Not given: NULL, or -1 without a defau
 } Options;
 
 static const char usage[] =  // after the line of --version
-    "Runs Qwen3 language models. MODEL is a .bin file made by export.py.\n"
+    "Runs Qwen3 and Qwen3.5 models. MODEL is a .bin file made by export.py.\n"
     "usage: qwen3 MODEL [options]\n"
     "\n"
     "  -i TEXT    the prompt; without -i and -f a terminal chats; a pipe is a prompt\n"
@@ -2462,6 +2462,8 @@ static const Option *option_named(const char *arg) {
 static void set_model(Options *o, const char *arg, const char *before) {
     const char *odd = *arg == '\xE2' ? arg : *before == '\xE2' ? before : NULL;  // U+2000 to U+2FFF
     if (odd) die_usage("%.80s: begins with a typographic dash or quote, expected - or \"", odd);
+    if (*before == '-' && before[1] >= 'A' && !before[2] && !o->given[(uint8_t)before[1]])
+        die_usage("%s: was taken for the value of the option before it, is one missing?", before);
     if (o->model)
         die_usage("%.80s: unexpected, as MODEL is \"%.99s\"; a prompt goes with -i, in quotes: "
                   "-i \"%.80s\"", arg, o->model, arg);
@@ -2530,7 +2532,7 @@ static Options parse_options(int argc, char **argv) {
             die_usage("-%c, -%c: both given, expected one of them", p[0], p[1]);
     if (o.cache_bits != 8 && o.cache_bits != 32)
         die_usage("-C: bad value, expected 8 or 32, found \"%d\"", o.cache_bits);
-    if (o.out && (!o.list || !strcmp(o.out, "-")))
+    if (o.out && (!o.list || *o.out == '-'))
         die_usage("-w: expected a file's name, and -l or -L");
     const bool asks_stdin = !o.text && !o.file && !o.list && o.mode != CHAT;
     if (asks_stdin && !is_terminal(STDIN_FILENO)) o.file = "-";  // a pipe
@@ -5071,7 +5073,7 @@ static List *open_list(Engine *e) {
     if (l->in.fd < 0) die("%s: %s", l->in.name, strerror(errno));
     if (file) open_out(l);
     if (same_file(l->in.fd, STDOUT_FILENO))
-        die("%s: is the list and stdout, expected another FILE", file ? file : l->in.name);
+        die("%s: is the list and %s, expected another FILE", l->in.name, file ? "-w's" : "stdout");
     const size_t skipped = l->in_file - min_size(l->in_file, KNOWN_AGAIN);
     for (Bytes line; l->read < skipped && next_line(&l->in, &line, true); l->read++) l->written++;
     return l;

@@ -145,6 +145,6 @@ def main(name, *paths, transformers=None):
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 2:
+    if not any(sys.argv[1:2]):
         sys.exit(__doc__)
     main(*sys.argv[1:])

@@ -154,7 +154,7 @@ def test_yarn(ck, run, tmp_path):
     assert run(folder, "out.bin", "--yarn", 2.5)[0] == run(folder, "plain.bin")[0] == 0
     assert run("--check", folder, "out.bin", "--yarn", 2.5)[0] == 0
     for args in (["out.bin"], ["plain.bin", "--yarn", 3], ["out.bin", "--yarn", 3]):
-        refused(run("--check", folder, *args), r"the header \(the --yarn of the export\?\) is not")
+        refused(run("--check", folder, *args), r"the header \(another model, or --yarn\?\) is not")
     at = 256 + 4 * (2 * 2 * (64 + 64) + 64) + 40  # after two layers' norms and the last
     flip(tmp_path / "out.bin", at)
     refused(run("--check", folder, "out.bin", "--yarn", 2.5),

@@ -173,6 +173,7 @@ def test_no_texts(small, tmp_path, kind):
     (tmp_path / "a").write_text('"a"\n')
     done = shell(f"exec {QUOTED_QWEN3} {small} {kind} {tmp_path}/a > {tmp_path}/a")
     assert_error(done, 1, f"{tmp_path}/a: is the list and stdout")
+    assert_error(qwen3(small, kind, tmp_path / "a", "-w", tmp_path / "a"), 1, f"{tmp_path}/a: is the list and -w's")
     for path in tmp_path / "none", tmp_path:
         assert_error(qwen3(small, kind, path, "-n", 1), 1, path)
 
