@@ -2645,6 +2645,7 @@ typedef struct Engine {  // the program's state
     int n_unused;      // blocks that nobody has
     bool stopped;      // Ctrl-C stopped the last pass: states of texts that ran belong to no ids
     int credit;        // of drafts: see there
+    float *before[MOST_TEXTS];  // (state_size) of the text of this place in order, before guesses
     // Prompts, and what was said of them:
     Conversation conversation;  // of a chat, or of a list's line
     Buffer input;      // the prompt's text, the message being typed, or a JSON line's last string
@@ -2713,6 +2714,7 @@ static bool run_pass(Engine *e) {
 #define check_copy(e, to, from) (void)0
 #define check_state_copy(to, from) (void)0
 #define give_up(n) (n)  // theirs draws a number up to n
+#define guess_any(e, t, count, from) (from)  // theirs guesses ids that nobody found
 #endif
 
 static void add_block(Engine *e, Blocks *blocks, int block) {
@@ -2939,18 +2941,23 @@ static void schedule(Engine *e) {
 // DRAFT_COST, a right one earns twice as much, and every pass earns 1. While this credit is
 // negative there are no drafts. So, but for 40 wrong ones that saved credit pays for, at most one
 // pass in 20 has a wrong token. With experts, that makes it longer by half: 2.5 % of the time.
+//
+// A state of delta layers can't lose a wrong guess. Then the text takes the state that was saved
+// before its guesses, and the right ones run again in the next pass, without new guesses.
 enum { NGRAM = 5, DRAFT_COST = 20, MOST_CREDIT = 40 * DRAFT_COST };
 
 // Guesses up to `most` ids after a text: those after the latest place where its last ids stand. The
 // context and the unused blocks limit them. A draft that reaches its own first ids copies these.
+// None begins at a mark, because a Kept gets the state there.
 static void draft_text(Engine *e, Text *t, int most) {
     int *ids = t->ids.p;
-    const size_t n = t->ids.n, size = NGRAM * sizeof(int);
+    const size_t n = t->ids.n, size = NGRAM * sizeof(int), *marks = t->slot->marks;
     const size_t room = (size_t)(t->slot->own.blocks.n + e->n_unused) * e->pass->block_len;
     const int count = min_int(most, (int)min_size(t->context, room) - (int)n);
     size_t from = n - 1;  // the draft begins with ids[from]
-    if (count < 1 || e->credit < 0) return;
+    if (count < 1 || e->credit < 0 || n == marks[0] || n == marks[1]) return;
     while (from >= NGRAM && memcmp(ids + from - NGRAM, ids + n - NGRAM, size) != 0) from--;
+    from = guess_any(e, t, count, from);
     if (from < NGRAM) return;
     e->credit -= DRAFT_COST * count;
     t->slot->guesses = count;
@@ -3027,8 +3034,9 @@ static int make_rows(Engine *e) {
         for (size_t pos = t->n_run; pos < end; pos++) {
             const bool needed = pos + 1 >= t->target;
             if (n + later == p->batch || n_needed + later == p->logit_rows) break;
+            const bool drafted = slot->guesses && pos + 1 == t->ids.n;
             p->rows[n++] = (Row){t->ids.p[pos], (int)pos, slot->own.blocks.p, slot->own.state,
-                                save_at(e, t, pos + 1), needed, t};
+                                drafted ? e->before[i] : save_at(e, t, pos + 1), needed, t};
             n_needed += needed;
             slot->rows += pos < t->ids.n;  // draw adds a right guess to n_run
         }
@@ -3043,23 +3051,29 @@ static float *logits_of(const Engine *e, int row) {
 // Draws the next id. If it was guessed, the row of the guess has run, too: its logits give the id
 // after it, and so on. Another id takes the place of the guess. Later its keys and values replace
 // those of the guess in the cache, and draft_texts forgets the guesses after it.
-static void draw(const Engine *e, Text *t) {
+static void draw(Engine *e, int i) {
+    Text *t = e->order[i];
     Slot *slot = t->slot;
+    float *state = slot->own.state;
     for (int row = slot->first; !interrupted; row++) {
         const size_t n = t->ids.n;
         const int guess = slot->right < slot->guesses ? t->ids.p[n] : -1;
         t->ending = draw_next(&e->tokenizer, t, logits_of(e, row));
         const bool closed = t->ids.n > n + 1;  // budget_text follows it
-        if (t->ending != GOES_ON || closed || t->ids.p[n] != guess) return;
+        if (t->ending != GOES_ON || closed || t->ids.p[n] != guess) break;
         slot->right++;
         t->n_run++;
     }
+    if (!has_state(e) || slot->right == slot->guesses) return;
+    t->n_run -= slot->right;  // they run again
+    slot->own.state = e->before[i];
+    e->before[i] = state;
 }
 
 // Does what run_text does after forward(), for all texts: first for the rows whose next id is
 // there, then for each text. (A row of a text that is drawn is left alone: draw needs its logits.)
 static void end_pass(void *arg) {
-    const Engine *e = arg;
+    Engine *e = arg;
     EACH (i, e->mode == EMBED ? 0 : e->pass->n_needed, 1) {
         const Row *row = &e->pass->rows[i];
         const Ids *ids = &row->text->ids;
@@ -3072,7 +3086,7 @@ static void end_pass(void *arg) {
         float *x = e->pass->x + (size_t)row * e->model.config.dim;
         if (t->n_run < t->target) continue;  // its next id is taken as it is
         if (t->embeds) t->ending = embed_text(&e->model, t, x);
-        else if (t->target == t->ids.n) draw(e, t);
+        else if (t->target == t->ids.n) draw(e, i);
         else while (t->target <= t->n_run) t->ending = add_nll(t, e->row_nll[row++]);
     }
 }
@@ -3093,6 +3107,7 @@ static void prepare_passes(Engine *e, int context) {
         if (i >= e->most_texts) continue;
         e->slots[i].own.blocks.p = alloc(n, sizeof(int), "the texts");
         e->slots[i].own.state = alloc(size, sizeof(float), "the texts");
+        if (i < e->pass->draft_rows) e->before[i] = alloc(size, sizeof(float), "the texts");
     }
 }
 
@@ -4403,7 +4418,7 @@ static void load_model(Engine *e) {
         die_usage("-o: %s is made for -m %s, expected -m", o->model, modes[e->mode].name);
     e->kind = o->member ? OWN_CHOICES : o->answers ? CHOICES : (int)e->mode;
     e->most_texts = o->list || o->answers ? min_int(MOST_TEXTS, o->batch) : 1;
-    const double states = memory_size() / 4 / sizeof(float) / fmax(state_size(c), 1);
+    const double states = memory_size() / 4 / sizeof(float) / fmax(state_size(c), 1) - 6;  // drafts'
     while (e->most_texts > 1 && e->most_texts + count_kept(e) > states) e->most_texts--;
     c->cache_bits = o->cache_bits;
     if (c->cache_bits == 8 && c->head_dim % 16)
@@ -6383,8 +6398,7 @@ static Pass *pass_init(const Model *m, int batch, int logit_rows, int texts) {
                          .token = activations(chosen, sizeof(int)),
                          .h8 = c->n_experts ? quantized_init(chosen, c->dim, group) : shared.h8};
     *p = (Pass){.m = m, .batch = batch, .logit_rows = logit_rows, .n_blocks = n_blocks,
-                .block_len = BLOCK, .rows = activations(n, sizeof(Row)),
-                .draft_rows = state_size(c) ? 1 : TILE_TOKENS,  // a state can't lose a wrong guess
+                .block_len = BLOCK, .rows = activations(n, sizeof(Row)), .draft_rows = TILE_TOKENS,
                 .cache = alloc(n_blocks, cache, no_cache(c, texts, n_blocks * (double)cache)),
                 .cos = floats(n * half), .sin = floats(n * half), .x = floats(n * c->dim),
                 .logits = floats((size_t)logit_rows * c->vocab_size),

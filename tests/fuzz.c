@@ -210,10 +210,12 @@ static int fuzz_fprintf(const char *format, ...) {
 #define fputs(s, stream) (void)0
 #define fwrite(p, size, n, stream) (void)0
 struct Engine;
+struct Text;
 static void check_rows(const struct Engine *e, int n);  // see naive.h
 static void check_copy(const struct Engine *e, int to, int from);
 static void check_state_copy(float *to, const float *from);
 static size_t give_up(size_t n);
+static size_t guess_any(struct Engine *e, const struct Text *t, int count, size_t from);
 #include "../qwen3.c"
 #undef exit
 #undef malloc
@@ -665,7 +667,7 @@ static void fuzz_session(Bytes in) {
 static void start_engine(Engine *e, int argc, char **argv) {
     *e = (Engine){.options = parse_options(argc, argv), .model = toy, .pass = own_pass(), .tokenizer = tiny};
     toy.config.cache_bits = e->model.config.cache_bits = e->options.cache_bits;
-    gives_up = argc;  // see give_up
+    gives_up = guesses = argc;  // see give_up, guess_any
     e->mode = e->options.mode;
     obey_options(e);
     e->pass->logit_rows = min_int(e->pass->batch, e->pass->logit_rows);

@@ -56,6 +56,9 @@ static uint64_t *state_of(const float *state) {
 
 static void check_state_copy(float *to, const float *from) { *state_of(to) = *state_of(from); }
 
+// The id that once came after these ids
+static struct { uint64_t ids; int next; } after[1 << 16];
+
 // Asserts the invariant before n rows run: each text finds in its blocks what its ids before them have
 // left there, and each row is written into a block with one user.
 static void check_rows(const Engine *e, int n) {
@@ -82,6 +85,7 @@ static void check_rows(const Engine *e, int n) {
             if (pos == t->n_run && pos > 0 && has_state(e) && *state_of(t->slot->own.state) != hash)
                 die("the state after %zu ids is another's", pos);
             hash = next_hash(hash, t->ids.p[pos]);
+            if (pos + 1 < t->ids.n) after[hash >> 48].ids = hash, after[hash >> 48].next = t->ids.p[pos + 1];
             if (pos >= t->n_run && has_state(e) && row->saved) *state_of(row->saved) = hash;
             if (pos < t->n_run ? *there != hash : (e->users[block] != 1 || row++->pos != (int)pos))
                 die("block %d of %d users: position %zu is another's", block, e->users[block], pos);
@@ -99,6 +103,24 @@ static size_t give_up(size_t n) {
     if (!gives_up || n == 0) return n;
     const double drawn = random_next(&gives_up);
     return drawn < 0.25 ? n : drawn < 0.5 ? n - 1 : drawn < 0.625 ? 0 : (size_t)(random_next(&gives_up) * n);
+}
+
+// Guesses `count` ids after a text: with `guesses`, the state of random numbers, first some that once
+// came after its ids, so most of them right ones, and then any.
+static uint64_t guesses;
+static size_t guess_any(Engine *e, const Text *t, int count, size_t from) {
+    const size_t n = t->ids.n;
+    uint64_t hash = 0;
+    if (!guesses || random_next(&guesses) < 0.1) return from;
+    const int known = (int)(random_next(&guesses) * 1.5 * (count + 1));
+    e->credit = MOST_CREDIT;
+    for (size_t pos = 0; pos < n; pos++) hash = next_hash(hash, t->ids.p[pos]);
+    for (int i = 0; i < count; i++) {
+        const int any = (int)(random_next(&guesses) * e->tokenizer.vocab_size);
+        t->ids.p[n + i] = i < known && after[hash >> 48].ids == hash ? after[hash >> 48].next : any;
+        hash = next_hash(hash, t->ids.p[n + i]);
+    }
+    return n;
 }
 
 static void check_copy(const Engine *e, int to, int from) {
