@@ -2839,6 +2839,11 @@ static void stop_text(Engine *e, Text *t) {
     t->n_run = 0;
 }
 
+static void copy_state(const Engine *e, float *to, const float *from) {
+    memcpy(to, from, state_size(&e->model.config) * sizeof(float));
+    check_state_copy(to, from);
+}
+
 // Gives a text its blocks, and what it takes from a beginning: these ids count as run. Returns
 // false, and gives nothing, if fewer than `spare` blocks would stay unused.
 static bool begin_text(Engine *e, Text *t, Kept from, int spare) {
@@ -2857,10 +2862,7 @@ static bool begin_text(Engine *e, Text *t, Kept from, int spare) {
         cache_copy(e->pass, blocks->p[whole], from.blocks.p[whole]);
         check_copy(e, blocks->p[whole], from.blocks.p[whole]);
     }
-    if (n && size) {
-        memcpy(slot->own.state, from.state, size * sizeof(float));
-        check_state_copy(slot->own.state, from.state);
-    }
+    if (n && size) copy_state(e, slot->own.state, from.state);
     t->n_run = n;
     return true;
 }
@@ -3044,6 +3046,12 @@ static int make_rows(Engine *e) {
     return n;
 }
 
+static void swap_states(Engine *e, int i) {
+    float **own = &e->order[i]->slot->own.state, *state = *own;
+    *own = e->before[i];
+    e->before[i] = state;
+}
+
 static float *logits_of(const Engine *e, int row) {
     return e->pass->logits + (size_t)row * e->tokenizer.vocab_size;
 }
@@ -3054,7 +3062,6 @@ static float *logits_of(const Engine *e, int row) {
 static void draw(Engine *e, int i) {
     Text *t = e->order[i];
     Slot *slot = t->slot;
-    float *state = slot->own.state;
     for (int row = slot->first; !interrupted; row++) {
         const size_t n = t->ids.n;
         const int guess = slot->right < slot->guesses ? t->ids.p[n] : -1;
@@ -3066,8 +3073,7 @@ static void draw(Engine *e, int i) {
     }
     if (!has_state(e) || slot->right == slot->guesses) return;
     t->n_run -= slot->right;  // they run again
-    slot->own.state = e->before[i];
-    e->before[i] = state;
+    swap_states(e, i);
 }
 
 // Does what run_text does after forward(), for all texts: first for the rows whose next id is
@@ -3116,12 +3122,20 @@ static bool run_pass(Engine *e) {
     schedule(e);
     draft_texts(e);
     const int n = make_rows(e);
+    // Ctrl-C in a chat's prompt: what ran before this pass stays. (A pass with guesses is shorter.)
+    const bool saves = has_state(e) && e->mode == CHAT && e->most_texts == 1 &&
+        n > 2 * e->pass->draft_rows;
+    if (saves) copy_state(e, e->before[0], e->order[0]->slot->own.state);
     check_rows(e, n);
     if (n == 0 && !interrupted)  // after Ctrl-C draw adds no id: then there is no row
         die("texts: %d wait and none can run; please report this", e->n_texts);
     e->stopped = n > 0 && !forward_rows(e->pass, n);
     for (int i = 0; i < e->n_kept; i++) finish_kept(e, &e->kept[i]);
-    if (n == 0 || e->stopped) return false;
+    if (n == 0 || e->stopped) {
+        if (saves) swap_states(e, 0);
+        e->stopped &= !saves;
+        return false;
+    }
     for (int i = 0; i < e->n_running; i++) e->order[i]->n_run += e->order[i]->slot->rows;
     e->n_rows += n;
     if (e->pass->n_needed == 0) return true;
@@ -4418,7 +4432,7 @@ static void load_model(Engine *e) {
         die_usage("-o: %s is made for -m %s, expected -m", o->model, modes[e->mode].name);
     e->kind = o->member ? OWN_CHOICES : o->answers ? CHOICES : (int)e->mode;
     e->most_texts = o->list || o->answers ? min_int(MOST_TEXTS, o->batch) : 1;
-    const double states = memory_size() / 4 / sizeof(float) / fmax(state_size(c), 1) - 6;  // drafts'
+    const double states = memory_size() / 4 / sizeof(float) / fmax(state_size(c), 1) - 6;  // before
     while (e->most_texts > 1 && e->most_texts + count_kept(e) > states) e->most_texts--;
     c->cache_bits = o->cache_bits;
     if (c->cache_bits == 8 && c->head_dim % 16)

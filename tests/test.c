@@ -1133,6 +1133,51 @@ static void test_drafts(Kind kind) {
     CHECK(drafts == 1 + 5000 / (DRAFT_COST * (TILE_TOKENS - 1)), "%d drafts", drafts);
 }
 
+static void *press_later(void *microseconds) {
+    usleep(*(int *)microseconds);
+    interrupted = 1;
+    return NULL;
+}
+
+// Ctrl-C within a pass of a chat's prompt: what ran before it is kept, and the answer is the same.
+static void test_stopped_prompt(void) {
+    static Engine e;
+    int ids[150], later, whole = 0, first = -1;
+    rng = 5;
+    e = (Engine){.model = random_model(64, 64, DELTA), .tokenizer = {.vocab_size = 77, .think = -1, .end_think = -1,
+                 .text = alloc(77, sizeof(Bytes), "a test"), .kind = alloc(77, 1, "a test")}, .options.n = 1};
+    e.model.context = 200;
+    e.pass = random_pass(&e.model, 64);
+    Sampler sampler = random_sampler(0, 1, 0);
+    sampler.in_answer = alloc(77, sizeof(bool), "a test");
+    sampler.seen = alloc(77, sizeof(bool), "a test");
+    start_engine(&e, &sampler);
+    for (int i = 0; i < 150; i++) ids[i] = below(77);
+    for (int trial = 0; trial < 5000 && whole < 20; trial++) {
+        pthread_t thread;
+        for (int i = 0; i < 2; i++) {
+            cut_blocks(&e, &e.kept[i].blocks, 0);
+            e.kept[i].n = 0;
+        }
+        Text *t = add_text(&e, &(Ids){ids, 150, 150}, 0, false);
+        later = below(3000);
+        if (trial) CHECK(!pthread_create(&thread, NULL, press_later, &later));
+        while (t->ending == GOES_ON && run_pass(&e)) {}
+        const size_t n_run = t->ending == GOES_ON ? t->n_run : 0;
+        if (trial) pthread_join(thread, NULL);
+        interrupted = 0;
+        remove_text(&e, t);
+        t = add_text(&e, &(Ids){ids, 150, 150}, 0, false);
+        while (t->ending == GOES_ON && run_pass(&e)) {}
+        CHECK(n_run == 0 || t->slot->cached == n_run, "%zu cached of %zu", t->slot->cached, n_run);
+        if (first < 0) first = t->ids.p[150];
+        CHECK(t->ids.p[150] == first, "%zu ran, %d, not %d", n_run, t->ids.p[150], first);
+        whole += n_run > 0;
+        remove_text(&e, t);
+    }
+    CHECK(whole == 20);
+}
+
 // A draft that overflows (its V is infinite) changes nothing: its token's row sees no later one.
 static void test_draft_that_overflows(void) {
     enum { BAD = 70, N = 12 };
@@ -1816,6 +1861,7 @@ static int unit_tests(void) {
     test_draft();
     test_drafts(QWEN3);
     test_drafts(DELTA);
+    test_stopped_prompt();
     test_draft_that_overflows();
     test_numbers();
     test_unfinished();
