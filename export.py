@@ -498,7 +498,7 @@ class Tensor(NamedTuple):
 
     def part(self, start: int, *shape: int) -> Tensor:
         """The range of this shape from element start on. Both of its ends are ends of blocks."""
-        elements, size = BLOCK_SIZES[self.dtype]
+        elements, size = BLOCK_SIZES.get(self.dtype, (1, 1))  # others are refused later
         return self._replace(offset=self.offset + start // elements * size, shape=shape)
 
     def pieces(self, unit: int = 1) -> Iterator[Tensor]:
@@ -1670,9 +1670,8 @@ def find_pieces(texts: dict[Conversation, str], bos: str) -> Pieces:
 
 def find_marks(template: str | None, variables: dict, pieces: Pieces | None, added: dict) -> set:
     """The added tokens that set messages apart in the template's text: no text in chat makes one.
-    They are the symbols of a gap between contents. A gap's words, as a fine-tune adds them, are
-    marks only if it has no mark besides: then they could forge it. What a template writes with
-    tools stands in its source. There marks begin and end with symbols, as <tool_call> does."""
+    They are the symbols of a gap between contents; where it has none, its words, which could forge
+    it; and what the template's source has with symbols around it, as <tool_call> (for tools)."""
     if not template or not added:
         return {"<think>", "</think>"}  # of ChatML
     symbols = {text for text in added if re.search(r"[^\w\s]", text)}
@@ -1686,9 +1685,11 @@ def find_marks(template: str | None, variables: dict, pieces: Pieces | None, add
         texts = render_all(template, variables, [*MARKED[:6], *talks])
         gaps |= {(gap, talk in MARKED) for talk, text in texts.items()
                  for gap in re.split("(?:SYSTEM|USER|ANSWER|NEXT)TEXT", str(text))[1:]}
-    token = re.compile("|".join(map(re.escape, sorted(added, key=len, reverse=True))))
+    first, last = (re.compile("|".join(map(re.escape, sorted(
+        (text for text in added if added[text][1] & NORMALIZED == kind), key=len, reverse=True)))
+        or "(?!)") for kind in (0, NORMALIZED))  # of those that are looked for first, and last
     for gap, of_chat in gaps:
-        found = {*token.findall(gap)}
+        found = {*first.findall(gap), *last.findall(first.sub("\0", gap))}
         safe = {text for text in found if text in symbols or added[text][1] & SPECIAL}
         marks |= safe or {x for x in found if of_chat and re.search(rf"\b{re.escape(x)}\b", gap)}
     return marks
@@ -2061,9 +2062,8 @@ def lay_out(h: Header) -> list[Output]:
     """The tensors of OUT.bin, in its order, without their source."""
     sizes = find_sizes(h)
     experts = [f"experts.{i}" for i in range(h.n_experts)] + ["shared_expert"] * h.shared_expert
-    bits_of = {"fp32": 32, "router": 32, "int8": 8} | {
-        matrix: 8 if h.eight_bits >> i & 1 else h.layer_bits or 8
-        for i, matrix in enumerate(MATRICES)}
+    bits_of = {matrix: 8 if h.eight_bits >> i & 1 else h.layer_bits or 8
+               for i, matrix in enumerate(MATRICES)} | {"fp32": 32, "router": 32, "int8": 8}
     outputs, offset = [], HEADER.size
     for _, group in itertools.groupby((row for row in TENSORS if sizes[row[-1]]), key=lambda row:
                                       row[0] if row[2] in ("fp32", "int8") else row[2]):

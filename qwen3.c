@@ -3109,11 +3109,11 @@ static void prepare_passes(Engine *e, int context) {
     for (int i = 0; i < e->n_kept; i++) {
         e->kept[i] = (Kept){.ids = alloc(context, sizeof(int), "the texts")};
         e->kept[i].blocks.p = alloc(n, sizeof(int), "the texts");
-        e->kept[i].state = alloc(size, sizeof(float), "the texts");
+        e->kept[i].state = alloc(size, sizeof(float), "states (try -b 1)");
         if (i >= e->most_texts) continue;
         e->slots[i].own.blocks.p = alloc(n, sizeof(int), "the texts");
-        e->slots[i].own.state = alloc(size, sizeof(float), "the texts");
-        if (i < e->pass->draft_rows) e->before[i] = alloc(size, sizeof(float), "the texts");
+        e->slots[i].own.state = alloc(size, sizeof(float), "states (try -b 1)");
+        if (i < e->pass->draft_rows) e->before[i] = alloc(size, sizeof(float), "states (try -b 1)");
     }
 }
 
@@ -5102,7 +5102,8 @@ static List *open_list(Engine *e) {
     if (l->in.fd < 0) die("%s: %s", l->in.name, strerror(errno));
     if (file) open_out(l);
     if (same_file(l->in.fd, STDOUT_FILENO))
-        die("%s: is the list and %s, expected another FILE", l->in.name, file ? "-w's" : "stdout");
+        die("%s: is the list and %s, expected another FILE", file ? file : l->in.name,
+            file ? "-w's" : "stdout");
     const size_t skipped = l->in_file - min_size(l->in_file, KNOWN_AGAIN);
     for (Bytes line; l->read < skipped && next_line(&l->in, &line, true); l->read++) l->written++;
     return l;

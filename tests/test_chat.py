@@ -74,7 +74,9 @@ MARKS = {  # a template, its marks, words: all are added tokens that are not spe
               "{% if messages[0].role != 'system' %}<|im_start|>system\nClaude, in the Cloud: don't ask.<|im_end|>\n"
               "{% endif %}" + HYBRID, ["<tools>", "<think>", "</think>"], ["Cl", "function", "query", "user", "C++", "don't"]),
     "dates": ("{{ strftime_now('%Y') }}{% for m in messages %}{{ '<' + m.role + '>' + m.content }}{% endfor %}",
-              ["<user>", "<system>"], [])}
+              ["<user>", "<system>"], []),
+    "nested": ("{% for m in messages %}{{ '[INST]' + m.content + '[/INST]' }}{% endfor %}",
+               ["[INS", "[/INS", "[INST]", "[/INST]"], [])}  # the last two are looked for last, and not found
 
 
 @pytest.mark.parametrize("which", MARKS)
@@ -82,7 +84,7 @@ def test_words_count_and_marks_are_not_made(tokenizer, tmp_path, which):
     """What a user types gets transformers' ids, but a mark of the template is plain text."""
     template, marks, words = MARKS[which]
     own = tokenizers.Tokenizer.from_str(tokenizer.to_str())
-    own.add_tokens([tokenizers.AddedToken(text, normalized=False) for text in marks + words])
+    own.add_tokens([tokenizers.AddedToken(text, normalized=text.endswith("T]")) for text in marks + words])
     model = export(make_checkpoint(tmp_path / "hf", own, template=template), tmp_path / "model.bin")
     compiled, r, typed = compile_template(template), random.Random(which), [own.token_to_id(text) for text in marks]
 

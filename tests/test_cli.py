@@ -142,9 +142,8 @@ OTHERS = {  # other programs' options, and what is here
     ("M -p Why?", ["-p", "prompt goes with -i", '"Why?"']), ("M -p 0", ["above 0 and up to 1"]),
     *[(command, ["-n10", "-n 10"]) for command in ("M -n10", "-n10 M")],
     *[(f"-m {name} -i x", ["MODEL goes without -m"]) for name in ("model.bin", "models/M")],
-    ("M --model 1", ["--model", "MODEL without an option"]),
+    ("M --model 1", ["--model", "MODEL without an option"]), ("M -l a -w -q", ["-w: expected a file's name"]),
     *[(f"M {text}", ["-t: was taken for the value of the option before it"]) for text in ("-i -t 0", "-o -t yes")],
-    ("M -l a -w -q", ["-w: expected a file's name"]),
     ("M.bin N.bin", ["N.bin: unexpected", '"M.bin"']), ("M -f - a", ["a: unexpected"]), ("M --json", ["-L FILE", "an answer that is begun: .github/RECIPES.md"]),
     ("M -qv", ["-qv: ", "each by itself"]), ("M --chat-template a", ["export.py has --chat-template FILE"]),
     ("M -ngl 99", ["-ngl: unknown option", "all runs on the CPU"]),
@@ -360,8 +359,7 @@ def test_default_context(random_model):
     model, short = random_model(max_len=1_000_000), random_model(max_len=5000)
     large = random_model(max_len=1_000_000, n_layers=20, n_kv_heads=4)
     def context(megabytes, options="", model=model, limit="-v"):
-        child = spawn_shell(f"ulimit {limit} {megabytes * 1024};"
-                            f"exec {QUOTED_QWEN3} {model} -j 1 {options}")
+        child = spawn_shell(f"ulimit {limit} {megabytes * 1024};exec {QUOTED_QWEN3} {model} -j 1 {options}")
         child.expect(r": context (\d+), thinking off, /help shows the commands\r\n> ")
         tokens = int(child.match[1])
         leave(child)
