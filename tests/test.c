@@ -1133,6 +1133,7 @@ static void test_drafts(Kind kind) {
     CHECK(drafts == 1 + 5000 / (DRAFT_COST * (TILE_TOKENS - 1)), "%d drafts", drafts);
 }
 
+#if !defined(_WIN32) && !defined(__SANITIZE_THREAD__)  // the program's own handler writes in its main thread
 static void *press_later(void *microseconds) {
     usleep(*(int *)microseconds);
     interrupted = 1;
@@ -1142,26 +1143,26 @@ static void *press_later(void *microseconds) {
 // Ctrl-C within a pass of a chat's prompt: what ran before it is kept, and the answer is the same.
 static void test_stopped_prompt(void) {
     static Engine e;
-    int ids[150], later, whole = 0, first = -1;
+    int ids[70], later, whole = 0, first = -1;
     double took = 0;
     rng = 5;
-    e = (Engine){.model = random_model(64, 64, DELTA), .tokenizer = {.vocab_size = 77, .think = -1, .end_think = -1,
+    e = (Engine){.model = random_model(32, 64, DELTA), .tokenizer = {.vocab_size = 77, .think = -1, .end_think = -1,
                  .text = alloc(77, sizeof(Bytes), "a test"), .kind = alloc(77, 1, "a test")}, .options.n = 1};
     e.model.context = 200;
-    e.pass = random_pass(&e.model, 64);
+    e.pass = random_pass(&e.model, 24);
     Sampler sampler = random_sampler(0, 1, 0);
     sampler.in_answer = alloc(77, sizeof(bool), "a test");
     sampler.seen = alloc(77, sizeof(bool), "a test");
     start_engine(&e, &sampler);
-    for (int i = 0; i < 150; i++) ids[i] = below(77);
-    for (int trial = 0; trial < 500 && whole < 10; trial++) {
+    for (int i = 0; i < 70; i++) ids[i] = below(77);
+    for (int trial = 0; trial < 500 && whole < 3; trial++) {
         pthread_t thread;
         const double began = now();
         for (int i = 0; i < 2; i++) {
             cut_blocks(&e, &e.kept[i].blocks, 0);
             e.kept[i].n = 0;
         }
-        Text *t = add_text(&e, &(Ids){ids, 150, 150}, 0, false);
+        Text *t = add_text(&e, &(Ids){ids, 70, 70}, 0, false);
         later = (int)(random_next(&rng) * took * 1e6);
         if (trial) CHECK(!pthread_create(&thread, NULL, press_later, &later));
         while (t->ending == GOES_ON && run_pass(&e)) {}
@@ -1170,16 +1171,19 @@ static void test_stopped_prompt(void) {
         if (trial) pthread_join(thread, NULL);
         interrupted = 0;
         remove_text(&e, t);
-        t = add_text(&e, &(Ids){ids, 150, 150}, 0, false);
+        t = add_text(&e, &(Ids){ids, 70, 70}, 0, false);
         while (t->ending == GOES_ON && run_pass(&e)) {}
         CHECK(n_run == 0 || t->slot->cached == n_run, "%zu cached of %zu", t->slot->cached, n_run);
-        if (first < 0) first = t->ids.p[150];
-        CHECK(t->ids.p[150] == first, "%zu ran, %d, not %d", n_run, t->ids.p[150], first);
+        if (first < 0) first = t->ids.p[70];
+        CHECK(t->ids.p[70] == first, "%zu ran, %d, not %d", n_run, t->ids.p[70], first);
         whole += n_run > 0;
         remove_text(&e, t);
     }
-    CHECK(whole == 10);
+    CHECK(whole == 3);
 }
+#else
+static void test_stopped_prompt(void) {}
+#endif
 
 // A draft that overflows (its V is infinite) changes nothing: its token's row sees no later one.
 static void test_draft_that_overflows(void) {
