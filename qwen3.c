@@ -34,8 +34,8 @@
      a = softmax(q . K / sqrt(head_dim)) V    for each query head; softmax(z) = exp(z) / sum(exp(z))
      x = x + Wo a                             a: of all heads together (n_heads * head_dim)
      h = rmsnorm(x, rms_ffn)
-     x = x + W2 (silu(W1 h) * (W3 h))         SwiGLU; silu(z) = z / (1 + exp(-z)); W1 and W3 are
-     with experts: see run_experts            (hidden_dim, dim), W2 is (dim, hidden_dim)
+     x = x + W2 (silu(W1 h) * (W3 h))         SwiGLU; silu(z) = z / (1 + exp(-z))
+     with experts: see choose_experts         W1, W3 are (hidden_dim, dim), W2 (dim, hidden_dim)
 
    Wq h is a matrix (out, in) times a vector (in). q . K are the dot products of q with the rows of
    K; shares times V is the sum of the rows of V, each times its share. u * v multiplies element by
@@ -75,7 +75,7 @@
    -log(p) of its tokens but the first): 20 if the model is as unsure as among 20 equally likely
    tokens. A text's embedding is made of its last x (embed_text).
 
-   To learn how a model runs, read Part I: run_layer, forward and run_text first, because they name
+   To learn how a model runs, read Part I: run_layer, forward and run_text first, which name most of
    the rest, then from the top. It defines, in plain C, how one text runs, one token at a time, from
    its bytes to the answer's. What it only declares, such as Unicode and output, has a comment that
    says what it does. Part II, the program, runs many texts at once, in passes of many tokens. Part
@@ -199,7 +199,7 @@ typedef struct {
     const float *conv;     // (PAST + 1, delta_dim) or NULL: attention   conv1d
     const float *forget;   // (delta_v_heads)             exp(A_log)
     const float *dt_bias;  // (delta_v_heads)             dt_bias
-    const float *o_norm;   // (DELTA_DIM)                 norm. (Qwen3.5's other norms: 1 + HF's)
+    const float *o_norm;   // (DELTA_DIM)                 norm (Qwen3.5's other norms: HF has w - 1)
     const float *wa, *wb;  // (delta_v_heads, dim)        in_proj_a, in_proj_b
     // With experts, w1, w3 and w2 hold the rows of expert 0, then those of expert 1, and so on.
     Matrix w1, w3;         // (hidden_dim, dim)           mlp.gate_proj, up_proj
@@ -234,7 +234,7 @@ typedef struct {
     float *gate;       // (hidden_dim)    W1 h, then silu(W1 h) * (W3 h)
     float *up;         // (hidden_dim)    W3 h
     Q8 gate8;          // (hidden_dim)    Q8(gate)
-    float *router_out; // (all_experts)   see choose_experts: Wr h, then exp of it, then -1
+    float *router_out; // (all_experts)   Wr h, then exp(it - max), -1 if chosen: see choose_experts
     float *share;      // (all_experts)   the share of each chosen expert, and of a shared one
     float *y;          // (dim)           one expert's output
     float *out;        // (dim)           what is added to x
@@ -708,8 +708,8 @@ static bool choose_experts(const Config *c, float *term, float *share) {
     return true;
 }
 
-// out = the sum of the chosen experts' outputs, each times its share, from the lowest number on.
-// The weights of the other experts are not read.
+// out = the sum of the outputs of the chosen experts and a shared one, each times its share, from
+// the lowest number on. The weights of the other experts are not read.
 static void run_experts(Model *m, const Layer *layer) {
     const int dim = m->config.dim, n_experts = all_experts(&m->config);
     State *s = &m->state;
@@ -751,7 +751,7 @@ static void run_layer(Model *m, int l, int pos) {
     add(s->x, s->out, c->dim);                // x = x + out
 }
 
-// Runs a token of a text through all layers, after those before it. Then x is the last layer's
+// Runs a token of a text through all layers, after the tokens before. Then x is the last layer's
 // output, and the KV cache and the state of delta layers have the token. False if Ctrl-C came.
 static bool forward(Model *m, int token, int pos) {
     embed(m, token, m->state.x);
@@ -876,7 +876,7 @@ static size_t space_length(const Tokenizer *tok, Bytes text) {
 // Returns the length of the first piece of a nonempty text, by Qwen's regular expression. Of its
 // seven alternatives the first that matches wins. (\p{L} is a letter, \p{N} a numeric character, \s
 // white space; (?!\S): the next character is white space or none.) "it's 2024" becomes "it"
-// "'s" " " "2" "0" "2" "4". Qwen3.5's has [\p{L}\p{M}] for \p{L}: its file calls marks letters.
+// "'s" " " "2" "0" "2" "4". Qwen3.5's has [\p{L}\p{M}] for \p{L}: its file has \p{M} as LETTER.
 //
 //   1   (?i:'s|'t|'re|'ve|'m|'ll|'d)
 //   2   [^\r\n\p{L}\p{N}]?\p{L}+           letters, after at most one other character
@@ -1147,8 +1147,8 @@ typedef struct Text {  // add_text makes it (Part II) of a prompt that has ids a
     size_t n_run;      // how many have run: the KV cache, and the state of delta layers, have them
     size_t target;     // the number of the id that is predicted next: drawn or scored
     size_t n_prompt;   // ids before the answer, or before given answers (-o); in a perplexity all
-    size_t max_ids;    // the most ids of prompt and answer (option -n), or before given answers
-    size_t context;    // the most positions in the cache (option -c); before -o's answers: less
+    size_t max_ids;    // the most ids of prompt and answer (option -n); with -o none is drawn
+    size_t context;    // the most positions in the cache (option -c), less the room of -o's answers
     size_t watched;    // repeats count from this id on: at first n_prompt; with -n never (INT_MAX)
     int repeats;       // how much it repeats itself: see repeats_itself (Part II)
     bool embeds;       // no id is predicted: x becomes an embedding
@@ -1258,7 +1258,7 @@ static Ending embed_text(const Model *m, Text *text, float *x) {
 //
 // export.py has turned the template into a ChatFormat. Each turn encodes the whole conversation
 // anew from its text: so it has the ids that this text had in training, although the model may have
-// drawn others. In Part II the first ids do not run again, as far as the cache has them. If a
+// drawn others. In Part II the first ids do not run again, as far as their state is kept. If a
 // <think> block, even an empty one, came before the last answer, the next turn leaves it out, as in
 // training. So the tokens after it run again: they have other positions and see other tokens.
 
