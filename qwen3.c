@@ -2645,7 +2645,7 @@ typedef struct Engine {  // the program's state
     int n_unused;      // blocks that nobody has
     bool stopped;      // Ctrl-C stopped the last pass: states of texts that ran belong to no ids
     int credit;        // of drafts: see there
-    float *before[MOST_TEXTS];  // (state_size) of the text of this place in order, before guesses
+    float *before[MOST_TEXTS];  // (state_size) of the text at order[i], to go back to: swap_states
     // Prompts, and what was said of them:
     Conversation conversation;  // of a chat, or of a list's line
     Buffer input;      // the prompt's text, the message being typed, or a JSON line's last string
