@@ -22,7 +22,7 @@
    to 1 (softmax). The result is the sum of the values, each times its share. A layer does this in
    n_heads heads side by side. Each has its own query (head_dim), and so its own shares; but each kv
    head, one key and one value, serves several heads. A token's x, q, k and v depend only on it and
-   on those before it. So they stay right when tokens are appended, and no token runs twice: the KV
+   on those before it. So they stay right when tokens are appended, and need not run again: the KV
    cache keeps, for each layer and kv head, all keys K and values V so far (positions, head_dim). A
    query is not kept, because only its own token uses it. One layer computes
 
@@ -62,8 +62,8 @@
               elements of q and k by angles in proportion to pos: so q . k depends on the distance.
 
    Qwen3.5 has two kinds of layers. Every fourth one is as above, with a gate on its a. The others,
-   delta layers, compute a otherwise. They keep no keys and values, but a matrix for each head. Each
-   token reads and changes it. See the section The delta rule, and skip it for Qwen3.
+   delta layers, compute a otherwise. They keep no keys and values, but a matrix for each head,
+   however long the text is. Each token reads and changes it. See the section The delta rule.
 
    After the last layer come the logits,
 
@@ -75,13 +75,13 @@
    -log(p) of its tokens but the first): 20 if the model is as unsure as among 20 equally likely
    tokens. A text's embedding is made of its last x (embed_text).
 
-   To learn how a model runs, read Part I: run_layer, forward and run_text first, which name most of
-   the rest, then from the top. It defines, in plain C, how one text runs, one token at a time, from
-   its bytes to the answer's. What it only declares, such as Unicode and output, has a comment that
-   says what it does. Part II, the program, runs many texts at once, in passes of many tokens. Part
-   III, the machine, computes a pass with threads and SIMD instructions. Together they give Part I's
-   results bit for bit, in less time. `make plain` (-DPLAIN) builds a program that runs run_text,
-   for tests and debuggers (break at run_layer). A port to another CPU begins with it, then adds
+   To learn how a model runs, read Part I: run_layer, forward and run_text first, which lead to most
+   of the rest, then from the top. It defines, in plain C, how one text runs, one token at a time,
+   from its bytes to the answer's. What it only declares has a comment that says what it does. Part
+   II, the program, runs many texts at once, in passes of many tokens. Part III, the machine,
+   computes a pass with threads and SIMD instructions. Together they give Part I's results bit for
+   bit, in less time. `make plain` (-DPLAIN) builds a program that runs run_text, for tests and
+   debuggers (with CFLAGS=-O0, break at run_layer). A port to another CPU begins with it, then adds
    "SIMD primitives". .github/CONTRIBUTING.md says where each kind of change goes.
 
    Part I, the model              Part II, the program                      Part III, the machine
@@ -122,7 +122,7 @@
 #define INLINE static inline __attribute__((always_inline, unused))  // constant arguments fold away
 static volatile sig_atomic_t interrupted;  // Ctrl-C was pressed
 
-// Writes one line to stderr, of the form "qwen3: WHERE: WHAT, expected X, found Y" (Part II).
+// Writes a line to stderr: "qwen3: WHERE: WHAT", mostly with what was expected and found. (Part II)
 static void report(const char *fmt, ...);
 #define die(...) (report(__VA_ARGS__), exit(EXIT_FAILURE))  // a file, memory or model error
 
@@ -148,7 +148,7 @@ typedef struct {
     int layer_bits;         // of a weight of the layers' matrices, 8 or 4; the others have 8
     int eight_bits;         // bit i set: matrix i of wq wk wv wo w1 w2 w3 wg has 8 nevertheless
     int panels;             // 1: the file has panels (see weight_int), 0: loading makes them
-    int8_t levels[16];      // with 4 bits: a weight's int8 values (export.py's are closest near 0)
+    int8_t levels[16];      // with 4 bits: a weight's int8 values (export.py's are densest near 0)
     float rope_theta;
     float rms_norm_eps;
     int rope_scaling;       // not 0: rope is scaled for longer texts, by the next two
@@ -162,7 +162,7 @@ typedef struct {
     int attention_every;    // layer l has attention if it divides l + 1, else delta; 0: all have
     int delta_k_heads;      // of a delta layer: queries, and keys; HF linear_num_key_heads
     int delta_v_heads;      // values, and S; HF linear_num_value_heads
-    int rotary_dim;         // elements of a head that rope rotates, from the first on
+    int rotary_dim;         // elements of a head that rope rotates, the first ones; Qwen3: all
     int gated_attention;    // 1: attention has a gate, too; HF attn_output_gate
     int shared_expert;      // 1: one more expert, the last, runs for each token
     int q_dim;              // n_heads * head_dim
@@ -177,7 +177,7 @@ typedef struct {
 // A quantized matrix: see Quantization and the matrix product; for the order in memory, weight_int.
 typedef struct {
     int rows, cols;
-    int group_size;        // consecutive weights of a row, a group, have one scale
+    int group_size;        // Config's: consecutive weights of a row, a group, have one scale
     int bits;              // of a weight, 8 or 4
     const int8_t *bytes;   // (rows, cols * bits / 8)  8 bits: int8; 4: two weights in a byte
     const void *scales;    // (rows, cols / group_size)  8 bits: float; 4: see half_float
@@ -328,7 +328,7 @@ static void silu_times(float *gate, const float *up, int n) {
 // group_size / 2. SIMD instructions compute 4 to 16 rows at once: so 16 rows, a panel, lie together
 // (the last panel is padded): a word (4 bytes) of each row, a column, then the next word of each:
 //   row 0, word 0 | row 1, word 0 | ... | row 15, word 0 | row 0, word 1 | row 1, word 1 | ...
-// With 8 bits and rows of 64, weight (17, 6) is in panel 1, column 1, row 1, and there byte 2:
+// With 8 bits and rows of 64, weight (17, 6) is in panel 1 and there in column 1, row 1, byte 2:
 // 16 * 64 (panel 0) + 16 * 4 (column 0) + 4 (row 0's word) + 2 = byte 1094 of the matrix.
 enum { PANEL = 16 };
 
@@ -431,8 +431,8 @@ static void embed(const Model *m, int token, float *x) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Attention. Most functions up to compute_logits work on the token's vectors in State: where a
-// comment says h, it is m->state.h. l is the layer's number, pos the token's position.
+// Attention. Up to compute_logits, a function with a Model works on the token's vectors in State:
+// where its comment says h, it is m->state.h. l is the layer's number, pos the token's position.
 
 // Returns where a key or value (head_dim) is in `cache` (State.keys or State.values).
 static float *in_cache(const Model *m, float *cache, int l, int pos, int kv_head) {
@@ -487,8 +487,8 @@ static void qkv(Model *m, int l, int pos) {
     for (int i = 0; i < c->n_kv_heads; i++)
         norm_and_rope(c, k + i * c->head_dim, layer->k_norm, s->cos, s->sin);
     if (c->cache_bits == 8) {
-        // Qwen2.5's bk has elements 100 times the others. Rope hardly turns them: so k - bk,
-        // without them, has finer groups. All scores of a q lose the same q . bk: its shares stay.
+        // Qwen2.5's bk has elements 100 times the others, which rope hardly turns. k - bk has
+        // finer groups without them. All scores of a q lose the same q . bk: its shares stay.
         for (int i = 0; layer->bk && i < c->kv_dim; i++) k[i] -= layer->bk[i];
         round_to_int8(k, c->kv_dim);
         round_to_int8(v, c->kv_dim);
@@ -506,9 +506,9 @@ static float attention_score(const float *q, const float *k, int head_dim) {
 // are the keys and values of all positions up to the token's own: a token sees itself and those
 // before it, and none after it (causal). The positions come in spans, so that the array `score` is
 // short. `largest` is the largest score so far. `total` sums exp(score - largest), because
-// exp(score) itself could be infinite, and a sums exp(score - largest) times the value. Where a
+// exp(score) itself could be infinite, and the array `a` sums the values, each times this. Where a
 // span raises `largest`, both are first multiplied by keep = exp(before - largest) (online
-// softmax). Last, a is divided by total.
+// softmax). Last, `a` is divided by total.
 enum { SPAN = 256 };
 
 static void attend(Model *m, int l, int head, int pos) {
@@ -526,7 +526,7 @@ static void attend(Model *m, int l, int head, int pos) {
         }
         const float before = largest;
         largest = fmaxf(largest, max_of(score, n));
-        const float keep = fast_exp(before - largest);         // 0 in the first span
+        const float keep = fast_exp(before - largest);         // the first span multiplies 0 by it
         const float terms = softmax_terms(score, n, largest);  // score[i] = exp(score[i] - largest)
         total = mul_add(total, keep, terms);
         for (int j = 0; j < head_dim; j++) {
@@ -568,8 +568,8 @@ static void run_attention(Model *m, int l, int pos) {
 //   q = q / |q| / sqrt(DELTA_DIM), k = k / |k|    for each head
 //   g = exp(-forget * softplus(Wa h + dt_bias))   softplus(z) = log(1 + exp(z))
 //   b = sigmoid(Wb h)                        each value head has one g and one b, from 0 to 1
-//   d = b * (v - g S^T k)                    for each value head; delta_v_heads / delta_k_heads
-//   S = g S + k d^T                          neighbours share q and k; (k d^T)[i][j] = k[i] * d[j]
+//   d = b * (v - g S^T k)                    each q and k serve delta_v_heads / delta_k_heads v
+//   S = g S + k d^T                          (k d^T)[i][j] = k[i] * d[j]
 //   a = rmsnorm(S^T q, o_norm) * silu(Wg h)
 //
 // All S and the last three u, at first 0, are a text's state. A token overwrites it: no going back.
@@ -671,7 +671,7 @@ static void run_delta(Model *m, int l, int pos) {
 //   share = share / (sum over the chosen)    so that they add up to 1; some models skip this
 //   x = x + sum of share[i] W2[i] (silu(W1[i] h) * (W3[i] h)) over the chosen i
 //
-// Qwen3.5's mixture has a shared expert, too, the last. It always runs; its share is sigmoid(Wr h).
+// Qwen3.5's mixture has a shared expert, too, the last: it is always added, with sigmoid(Wr h).
 
 // out (dim) = W2 Q8(silu(W1 h8) * (W3 h8)), each W that of `expert` (0 if the layer has none).
 static void feed_forward(Model *m, const Layer *layer, int expert, float *out) {
@@ -687,10 +687,10 @@ static void feed_forward(Model *m, const Layer *layer, int expert, float *out) {
 static int all_experts(const Config *c) { return c->n_experts + c->shared_expert; }
 
 // Chooses the n_experts_used experts with the largest term, of equal terms the lower number. term
-// is Wr h and becomes exp(term - max); term and share are (all_experts). A chosen expert's share is
-// its term over the sum of the chosen terms (the softmax's own sum cancels), or with no_topk_norm
-// over the sum of all; a shared one's is sigmoid(Wr h). Others are 0: all, if it returns false
-// because the sum is NaN.
+// is Wr h, and is overwritten; term and share are (all_experts). With e = exp(term - max), a chosen
+// expert's share is its e over the sum of the chosen ones' (the softmax's own sum cancels), or with
+// no_topk_norm over the sum of all; a shared one's is sigmoid(Wr h). Others are 0: all, if it
+// returns false because the sum is NaN.
 static bool choose_experts(const Config *c, float *term, float *share) {
     const float all = softmax_terms(term, c->n_experts, max_of(term, c->n_experts));
     float chosen = 0;
@@ -723,14 +723,15 @@ static void run_experts(Model *m, const Layer *layer) {
         feed_forward(m, layer, e, s->y);
         for (int i = 0; i < dim; i++) s->out[i] += s->share[e] * s->y[i];
     }
-    if (!chosen) s->out[0] = NAN;  // it reaches the logits, and the answer ends
+    if (!chosen) s->out[0] = NAN;  // and so is all that is made of x: the answer ends
 }
 
 // ------------------------------------------------------------------------------------------------
 // The whole model, for one token. Part III computes the same bits for many at once. It calls
 // rmsnorm, dot_of, silu_times, quantize, add, embed, rope_angles, norm_and_rope, choose_experts,
 // state_size, convolve, make_unit, rates_of, norm_and_gate and what these call. Of the others from
-// dot_row to compute_logits it has its own form, Part II of run_text and encode_piece: change both.
+// dot_row to compute_logits it has its own form, as Part II has of run_text and encode_piece:
+// change both.
 
 // Runs layer l: x of the token at pos becomes x + attention (or delta rule), then x + feed-forward.
 static void run_layer(Model *m, int l, int pos) {
@@ -772,9 +773,9 @@ static float *compute_logits(Model *m) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Text to tokens. Added tokens were put into the vocabulary by hand. Most are marks: <|im_start|>
-// begins a message. A raw text (not a chat) is cut at all added tokens, a user's message at no
-// marks: there <|im_start|> is plain text. What lies between gets Unicode's form NFC: e and a
+// Text to tokens. Added tokens were put into the vocabulary by hand: marks (<|im_start|> begins a
+// message) and words. A raw text (not a chat) is cut at all added tokens, a user's message only at
+// words: there <|im_start|> is plain text. What lies between gets Unicode's form NFC: e and a
 // combining accent (U+0301) become one letter (U+00E9). Both spellings get the same ids. (Qwen3's
 // next step would cut at the accent: it is no letter.) A regular expression cuts the text into
 // pieces, mostly words with the space before them: "Hello, world" becomes "Hello" "," " world", ids
@@ -801,7 +802,7 @@ static Bytes bytes_from(Bytes b, size_t start) {  // b.p may be NULL if `start` 
 
 enum { OTHER, LETTER, NUMBER, SPACE, END };  // classes of characters; END: after the text
 // Bits of Tokenizer.kind. SPECIAL: not written. NORMALIZED: looked for after NFC. Text that spells
-// a token becomes it in a raw text if ADDED, in an answer if ANSWERED, in other messages if A_WORD.
+// a token becomes it in a raw text if ADDED, in an answer if ANSWERED, elsewhere if A_WORD, too.
 enum { ADDED = 1, SPECIAL = 2, NORMALIZED = 4, A_WORD = 8, ANSWERED = 16 };
 enum { SYSTEM, USER, ASSISTANT };  // who wrote a message
 
@@ -963,7 +964,7 @@ static void encode_plain(Encoder *enc, Bytes text) { buffer_add(&enc->pending, t
 static void encode_marked(Encoder *enc, Bytes text);
 
 // Adds a message. In an answer it finds the ANSWERED tokens, all added ones but SPECIAL, because a
-// model draws them. In other messages it finds only an A_WORD, which a fine-tune added. (Part II)
+// model draws them. In other messages it finds only A_WORDs, which the format lacks. (Part II)
 static void encode_message(Encoder *enc, Bytes text, int role);
 
 // Appends the ids of a text. If `marked`, all added tokens are found, else those of a user's text.
@@ -986,7 +987,7 @@ static void encode_raw(const Tokenizer *tok, Bytes text, Ids *out) {
 // The sampler: repetition penalty, presence penalty (which HF lacks), temperature, top-k, top-p, in
 // HF's order. (The likeliest token each time would make a dull text that repeats itself.) Top-k and
 // top-p cut off the many unlikely tokens: else one would be drawn now and then. Of equally likely
-// tokens, the lower id counts as likelier. Nothing is sorted: each step loops over all tokens.
+// tokens, the lower id counts as likelier. Nothing is sorted: each step loops over the tokens.
 
 typedef struct {
     float temperature;  // divides the logits: < 1 favours likely tokens; 0: always the likeliest
@@ -1137,7 +1138,7 @@ typedef enum {
     GOES_ON,
     COMPLETE,                      // a stop id or -x TEXT; other texts than answers: their last id
     IN_THINKING,                   // a stop id before the thinking has ended (Part II)
-    LIMIT_REACHED, CONTEXT_ENDED,  // -n; -c
+    LIMIT_REACHED, CONTEXT_ENDED,  // -n, or no id is to be drawn (-o); -c
     REPEATS,                       // without -n: the answer goes round in circles
     INTERRUPTED, FAILED            // any text: Ctrl-C; logits, or an embedding, are not finite
 } Ending;
@@ -1250,28 +1251,28 @@ static Ending embed_text(const Model *m, Text *text, float *x) {
 // ------------------------------------------------------------------------------------------------
 // The chat format. (Raw text needs none of it.) A conversation is a list of messages. A chat model
 // was trained on conversations written in one form. Its checkpoint has this form as a program, the
-// chat template. So the prompt of each turn is all messages in that form, up to the model's answer:
+// chat template. So the prompt of each turn is its messages in that form, up to the model's answer:
 //   <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello!<|im_end|>\n
 //   <|im_start|>user\nHow are you?<|im_end|>\n<|im_start|>assistant\n
 // (all on one line; \n is a newline). The model goes on from there. If it thinks first, it writes
 // <think>, what it considers, and </think>. Then it writes the answer and <|im_end|>.
 //
-// export.py has turned the template into a ChatFormat. Each turn encodes the whole conversation
-// anew from its text: so it has the ids that this text had in training, although the model may have
-// drawn others. In Part II the first ids do not run again, as far as their state is kept. If a
+// export.py has turned the template into a ChatFormat. Each turn encodes the conversation anew,
+// mostly from its text: so it has the ids that this text had in training, although the model may
+// have drawn others. In Part II the first ids do not run again, as far as their state is kept. If a
 // <think> block, even an empty one, came before the last answer, the next turn leaves it out, as in
 // training. So the tokens after it run again: they have other positions and see other tokens.
 
 typedef struct {
     int role;     // SYSTEM (instructions for all of it), USER or ASSISTANT (the model)
-    Ids ids;      // the tokens of an answer that the model drew
+    Ids ids;      // the drawn tokens of an answer (if -x TEXT ended it, those before TEXT)
     Buffer text;  // the bytes of any other message. (Of a drawn answer, what follows ids: if option
                   // -x TEXT ended it inside a token, the bytes of this token before TEXT)
 } Message;
 
 typedef struct { Message *p; size_t n, cap; } Conversation;
 
-// Returns a message's text as the format has it: perhaps without blanks at its ends. (Part II)
+// Returns the part of a message that the format has: perhaps without blanks at its ends. (Part II)
 static Bytes strip_message(const Tokenizer *tok, Bytes text);
 
 // Returns the length of an answer's thinking: to the last </think> and its newlines; 0 without one.
