@@ -729,9 +729,8 @@ static void run_experts(Model *m, const Layer *layer) {
 // ------------------------------------------------------------------------------------------------
 // The whole model, for one token. Part III computes the same bits for many at once. It calls
 // rmsnorm, dot_of, silu_times, quantize, add, embed, rope_angles, norm_and_rope, choose_experts,
-// state_size, convolve, make_unit, rates_of, norm_and_gate and what these call. Of the others from
-// dot_row to compute_logits it has its own form, as Part II has of run_text and encode_piece:
-// change both.
+// state_size, convolve, make_unit, rates_of, norm_and_gate and what these call. Of the others up
+// to compute_logits it has its own form, as Part II has of run_text and encode_piece: change both.
 
 // Runs layer l: x of the token at pos becomes x + attention (or delta rule), then x + feed-forward.
 static void run_layer(Model *m, int l, int pos) {
