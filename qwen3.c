@@ -91,11 +91,11 @@
      Embedding and rope             Unicode, merging      Lines of input        Threads
      Attention                      Modes, options        Conversations         Workers
      The delta rule                 Texts and places      Starting a run        Matrix products
-     The feed-forward network       Many texts at once    Raw texts             Attention
-     The whole model                Drafts, a pass        JSON                  The delta rule
-     Text to tokens                 Writing, thinking     Lists                 The work of a layer
-     The sampler                    Given answers         Going on with a list  The memory of a run
-     The main loop                  Requests              main                  POSIX and Windows
+     The feed-forward network       Many texts at once    JSON                  Attention
+     The whole model                Drafts, a pass        Lists                 The delta rule
+     Text to tokens                 Writing, thinking     Going on with a list  The work of a layer
+     The sampler                    Given answers         main                  The memory of a run
+     The main loop                  Requests                                    POSIX and Windows
      The chat format                                                                            */
 
 #if __SIZEOF_POINTER__ < 8 || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
@@ -3485,7 +3485,7 @@ static void compare_all(Choices *all) {
 }
 
 // Encodes the given answers of the next text, each together with its raw prompt (a chat's is
-// empty), as lm-evaluation-harness does: the first ids are those of e->prompt. (encode_text has
+// empty), as lm-evaluation-harness does: the first ids are those of e->prompt. (encode_prompt has
 // left out its last blanks.) A TEXT's ids begin with the prompt's end, from the first id on that
 // another encoding changes for any TEXT. Returns what is wrong, or NULL.
 static const char *encode_choices(Engine *e, Bytes prompt) {
@@ -3687,40 +3687,28 @@ static bool draws_ids(const Engine *e) {
     return modes[e->mode].has_answers && (!chooses(e) || (e->may_think && e->options.n));
 }
 
-// Returns that a prompt of n ids, or as `more` says, is too long; NULL if it is not.
-static const char *too_long(const Engine *e, size_t n, const char *more) {
+// Returns what is wrong with a prompt of n ids, or with `more` of n or more; NULL if nothing is.
+static const char *wrong_length(const Engine *e, size_t n, bool more) {
     const size_t context = e->model.context, all = e->model.config.max_seq_len;
+    const size_t least = more ? 0 : modes[e->mode].least;
     const bool whole = e->mode != TOKENIZE && e->mode != PERPLEXITY;  // must it fit?
     const size_t most = whole ? context - min_size(context, e->reserve) : INT_MAX;
     char hint[64] = "split the text, or export.py --yarn";
     if (n <= all && context < all) snprintf(hint, sizeof(hint), "-c, up to %zu", all);
+    if (n < least) return say("too short, expected %zu or more tokens, found %zu", least, n);
     return n <= most ? NULL : say("too long, expected at most %zu tokens (%s), found %zu%s", most,
-                                  hint, n, more);
+                                  hint, n, more ? " or more" : "");
 }
 
-// Returns what is wrong with a prompt of so many bytes before it is encoded, or NULL.
-static const char *too_large(const Engine *e, size_t size) {
+// Returns what is wrong with a text of so many bytes before it is encoded, or NULL.
+static const char *wrong_size(const Engine *e, size_t size) {
     const double takes = 56e-6 * size;  // MB, to encode it
     const size_t n = size / 4 / e->tokenizer.tables->longest;  // ids at least: NFC may quarter it
-    const char *error = too_long(e, n, " or more");
+    const char *error = wrong_length(e, n, true);
+    if (size == 0 && (e->mode == CHAT || e->mode == EMBED)) return "empty, expected a text";
     if (error || takes <= 50 || takes <= memory_size() / 2e6) return error;
     return say("too long, expected at most %.0f MB, because encoding takes 56 times as much, "
                "found %.0f MB", memory_size() / 112e6, size / 1e6);
-}
-
-// Returns what is wrong with the ids of a prompt, or NULL. `empty`: its text is.
-static const char *wrong_length(const Engine *e, bool empty, const Ids *ids) {
-    const size_t n = ids->n, least = modes[e->mode].least;
-    if (empty && (e->mode == CHAT || e->mode == EMBED)) return "empty, expected a text";
-    if (n < least) return say("too short, expected %zu or more tokens, found %zu", least, n);
-    return too_long(e, n, "");
-}
-
-// Reports what is wrong with the prompt. Then ends the program or, in a dialogue, returns false.
-static bool check_prompt(const Engine *e, const char *error) {
-    if (error) report("prompt: %s", error);
-    if (error && !e->dialogue) exit(EXIT_FAILURE);
-    return !error;
 }
 
 // Prepares a notice of the first text that is not UTF-8, or has a NUL. Its first line is `line`.
@@ -3752,25 +3740,22 @@ static void show_settings(const Engine *e) {
         report("system prompt of the chat template: %.*s", (int)min_size(text.n, 4000), text.p);
 }
 
-// Returns whether a raw prompt ends in a blank (newlines count before given answers alone).
-static bool ends_in_blank(const Engine *e, const Ids *prompt) {
-    const Bytes last = prompt->n ? e->tokenizer.text[prompt->p[prompt->n - 1]] : (Bytes){0};
-    return e->mode == GENERATE && strip_end(&e->tokenizer, last).n < last.n &&
-           (e->kind == CHOICES || last.p[last.n - 1] != '\n');
-}
-
-// Says once if a TEXT, and if a prompt has a blank where answers mostly have none.
+// Says once if a TEXT, and if a raw prompt has a blank where answers mostly have none. (A newline
+// at the prompt's end counts before given answers alone.)
 static void check_blanks(Engine *e) {
     const Tokenizer *tok = &e->tokenizer;
-    const bool raw = e->mode == GENERATE;
+    const Ids *ids = &e->prompt;
+    const bool raw = e->mode == GENERATE, given = e->kind == CHOICES;
+    const bool counts = raw && e->kind != OWN_CHOICES && ids->n;
+    const Bytes last = counts ? tok->text[ids->p[ids->n - 1]] : (Bytes){0};
     for (int i = 0; i < e->next.n; i++) {
         const Bytes text = bytes_of(&e->next.p[i].text);
         if (strip_end(tok, text).n < text.n || (!raw && char_at(tok, text, 0).class == SPACE))
             warn_once(e->gave_blank_choice, "-o: \"%.*s\" has a blank at an end, which counts",
                       (int)text.n, text.p);
     }
-    if (ends_in_blank(e, &e->prompt) && (e->kind == CHOICES || !e->options.list))
-        warn_once(e->gave_blank_prompt, "prompt: ends in a blank, expected %s", e->kind == CHOICES
+    if (strip_end(tok, last).n < last.n && (given || last.p[last.n - 1] != '\n'))
+        warn_once(e->gave_blank_prompt, "prompt: ends in a blank, expected %s", given
                   ? "it in -o instead, at each TEXT's start" : "none: most tokens begin with one");
 }
 
@@ -3820,7 +3805,7 @@ static void give_notices(Engine *e) {
     if (chat && o->think >= 0 && !(e->can_switch || (o->think > 1 && e->may_think)))
         notice("-r: no effect, this model's thinking can't be switched");
     check_options(e, counts);
-    if (mode == PERPLEXITY && e->prompt.n > (size_t)e->model.context)
+    if (mode == PERPLEXITY && !o->list && e->prompt.n > (size_t)e->model.context)
         notice("text: %zu tokens are scored in pieces of %d (-c)", e->prompt.n, e->model.context);
     if (chat && (e->switched_on || e->thinks) && e->sampling.temperature == 0)
         notice("-t 0: greedy thinking tends to repeat without end, Qwen advises 0.6");
@@ -4029,6 +4014,22 @@ static void take_back(Message *message, Writer *out, const Tokenizer *tok) {
     }
 }
 
+// Writes the prompt's result in a mode without answers. With -v each id has a line, and its text.
+static void write_result(Engine *e) {
+    const Ids *ids = &e->prompt;
+    const bool tokenize = e->mode == TOKENIZE, by_line = tokenize && e->options.given['v'];
+    Buffer lines = {0};
+    for (size_t i = 0; by_line && i < ids->n; i++) {
+        buffer_print(&lines, "%d ", ids->p[i]);
+        buffer_add_json(&lines, e->tokenizer.text[ids->p[i]], true);
+        buffer_add(&lines, bytes("\n"));
+    }
+    const Text *t = tokenize ? NULL : run_request(e);
+    if (t ? t->ending == COMPLETE : !by_line) add_result(&lines, e, t, NULL);
+    write_results(bytes_of(&lines));
+    free(lines.p);
+}
+
 // Answers the prompt, as the conversation's next message. Returns false if Ctrl-C came first.
 static bool respond(Engine *e) {
     Message *message = conversation_add(&e->conversation, ASSISTANT, (Bytes){0});
@@ -4044,29 +4045,48 @@ static bool respond(Engine *e) {
 
 // ------------------------------------------------------------------------------------------------
 // Turns: a question is added, the conversation rendered, and the answer added; or neither stays.
+// In other modes than chat there is one turn: its message is taken as it is.
+
+// Encodes a conversation, as render does, or the only message of another mode. A raw answer needs
+// at least one id before it. (The blanks before a text's own given answers are encoded with these.)
+static void encode_prompt(Engine *e, const Conversation *talk, size_t first) {
+    const Tokenizer *tok = &e->tokenizer;
+    const Bytes text = bytes_of(&talk->p[0].text);
+    const bool own = e->mode == GENERATE && e->kind == OWN_CHOICES;  // they precede a suffix
+    Ids *ids = &e->prompt;
+    ids->n = 0;
+    if (e->mode == CHAT) render(tok, talk, first, e->switched_on, ids);
+    else encode_raw(tok, own ? strip_end(tok, text) : text, ids);
+    if (own) ids->n -= tok->suffix.n;
+    if (e->mode == GENERATE && ids->n == 0) ids_add(ids, tok->end_of_text);
+}
 
 // Answers the conversation's last message; with `again` the one before, whose new answer takes the
 // old one's place. The older half of the turns is forgotten, again and again, until an answer has
 // room (1,024 tokens, or less: an eighth of the context, or -n), or only the question is left.
-// Returns false if the question is too long, and nothing is forgotten then, or after Ctrl-C.
+// Returns false if the question is too long, and nothing is forgotten then, or after Ctrl-C. An
+// error ends the program, but in a dialogue only the turn.
 static bool answer_last(Engine *e, bool again) {
     Conversation *talk = &e->conversation;
     const Conversation asked = {talk->p, talk->n - again, 0};  // up to the question, until respond
-    const size_t context = e->model.context, system = e->options.system != NULL;
+    const size_t context = e->model.context, system = talk->p[0].role == SYSTEM;
     const size_t room = min_size(e->options.n, min_size(context / 8, 1024));  // n < 0: SIZE_MAX
-    const size_t size = asked.p[asked.n - 1].text.n;  // of the question
+    const char *error = wrong_size(e, asked.p[asked.n - 1].text.n);  // of the question
     size_t first = system;
-    if (!check_prompt(e, too_large(e, size))) return false;
-    for (;; first += ((asked.n - first) / 2 + 1) / 2 * 2) {  // half of the turns: 2 messages each
-        render(&e->tokenizer, &asked, first, e->switched_on, &e->prompt);
+    for (; !error; first += ((asked.n - first) / 2 + 1) / 2 * 2) {  // half the turns, of 2 messages
+        encode_prompt(e, &asked, first);
         if (e->prompt.n + room <= context || first == asked.n - 1 || interrupted) break;
     }
-    if (interrupted || !check_prompt(e, wrong_length(e, size == 0, &e->prompt))) return false;
+    if (!error && !interrupted) error = wrong_length(e, e->prompt.n, false);
+    if (error) report("prompt: %s", error);
+    if (error && !e->dialogue) exit(EXIT_FAILURE);
+    if (error || interrupted) return false;
     if (first > system)
         notice("context: full (%zu tokens), forgotten turns: %zu of %zu%s", context,
                (first - system) / 2, (asked.n - system + 1) / 2,
                context < (size_t)e->model.config.max_seq_len ? "; -c keeps more" : "");
     give_notices(e);
+    if (!modes[e->mode].has_answers) return write_result(e), true;
     const bool answered = respond(e);
     const size_t last = talk->n - 1;
     if (!answered) conversation_drop(talk, last, talk->n);
@@ -4081,18 +4101,16 @@ static void encode_begun(Encoder *enc, const ChatFormat *f, Bytes text) {
     const Bytes think = bytes("<think>"), open = f->begun.p ? f->begun : f->answer_open[0];
     const size_t opened = find_last(open, think), closed = find_last(open, bytes("</think>"));
     const size_t end = find_last(text, f->strip);
-    if (end >= think.n + f->strip.n && !memcmp(text.p, think.p, think.n)) {
-        encode_marked(enc, f->open[ASSISTANT]);
+    const bool thinks = end >= think.n + f->strip.n && !memcmp(text.p, think.p, think.n);
+    encode_marked(enc, thinks ? f->open[ASSISTANT] : open);
+    if (!thinks && opened > closed) encode_marked(enc, bytes("\n</think>\n\n"));
+    if (thinks) {
         encode_marked(enc, think);
         encode_message(enc, (Bytes){text.p + think.n, end - think.n - f->strip.n}, ASSISTANT);
         encode_marked(enc, f->strip);
-        encode_message(enc, bytes_from(text, end), ASSISTANT);
-        return;
     }
-    encode_marked(enc, open);
-    if (opened > closed) encode_marked(enc, bytes("\n</think>\n\n"));
-    text = bytes_from(text, thinking_length(f, text));
-    while (opened && text.n && *text.p == '\n') text = bytes_from(text, 1);
+    text = bytes_from(text, thinks ? end : thinking_length(f, text));
+    while (!thinks && opened && text.n && *text.p == '\n') text = bytes_from(text, 1);
     encode_message(enc, text, ASSISTANT);
 }
 
@@ -4474,43 +4492,6 @@ static bool read_prompt(Engine *e) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Raw texts: the modes that take a text as it is
-
-// Encodes the prompt of a mode other than chat. An answer needs at least one id before it. (The
-// blanks before a text's own given answers are encoded with these.)
-static void encode_text(const Engine *e, Bytes text, Ids *ids) {
-    const Tokenizer *tok = &e->tokenizer;
-    const bool own = e->kind == OWN_CHOICES;  // then the answers come in front of a suffix
-    encode_raw(tok, own ? strip_end(tok, text) : text, ids);
-    if (own) ids->n -= tok->suffix.n;
-    if (e->mode == GENERATE && ids->n == 0) ids_add(ids, tok->end_of_text);
-}
-
-static void run_raw(Engine *e, Bytes text) {
-    const Ids *ids = &e->prompt;
-    Buffer lines = {0};
-    check_prompt(e, too_large(e, text.n));
-    encode_text(e, text, &e->prompt);
-    if (interrupted) return;
-    check_prompt(e, wrong_length(e, text.n == 0, ids));  // or exits
-    give_notices(e);
-    if (e->mode == GENERATE) {
-        respond(e);
-    } else if (e->mode == TOKENIZE && e->options.given['v']) {
-        for (size_t i = 0; i < ids->n; i++) {
-            buffer_print(&lines, "%d ", ids->p[i]);
-            buffer_add_json(&lines, e->tokenizer.text[ids->p[i]], true);
-            buffer_add(&lines, bytes("\n"));
-        }
-    } else {
-        const Text *t = e->mode == TOKENIZE ? NULL : run_request(e);
-        if (!t || t->ending == COMPLETE) add_result(&lines, e, t, NULL);
-    }
-    write_results(bytes_of(&lines));
-    free(lines.p);
-}
-
-// ------------------------------------------------------------------------------------------------
 // JSON (RFC 8259). json_take...() takes something. It returns false if another thing comes next.
 
 typedef struct {
@@ -4789,7 +4770,6 @@ typedef struct {
     size_t unlikely;        // given answers of less mass than 0.1
     size_t closed[NOT_CLOSED + 1]; // thinkings by what ended them: see endings
     size_t pieces;          // texts that are scored in pieces
-    size_t blank;           // prompts that end in a blank
     size_t odd;             // lines with what has no effect, or plain ones that look like CSV
     size_t columns[3];      // tabs, commas, semicolons, if lines 1 to 3 have as many, else 0
     size_t in_file;         // -w: whole lines that FILE had
@@ -4835,7 +4815,6 @@ static void count_line(List *l, size_t number, const Text *t, const char *error)
     l->unlikely += mass < 0.1;
     l->closed[slot->closed_by]++;
     l->pieces += l->e->mode == PERPLEXITY && slot->own.all.n > t->context;
-    l->blank += l->e->kind == GENERATE && ends_in_blank(l->e, &slot->own.all);
 }
 
 // Ends line `number` with its text's result, its ids or an error. Writes what is done, in order.
@@ -4879,9 +4858,9 @@ static void check_plain(List *l, Json line) {
     if (what && l->odd++ == 0) warn("%.600s: line %zu %s", l->in.name, l->read + 1, what);
 }
 
-// Makes the conversation of a line: its messages, or its text after that of -i. *empty: it has no
-// text. The output's line gets the members that an object keeps. Returns what is wrong, or NULL.
-static const char *take_line(List *l, Bytes line, bool *empty) {
+// Makes the conversation of a line: its messages, or its text after that of -i. The output's line
+// gets the members that an object keeps. Returns what is wrong, or NULL.
+static const char *take_line(List *l, Bytes line) {
     const Options *o = &l->e->options;
     const bool chat = l->e->mode == CHAT;
     Conversation *talk = &l->e->conversation;
@@ -4904,42 +4883,35 @@ static const char *take_line(List *l, Bytes line, bool *empty) {
     free(j.ignored.p);
     if (j.error || messages) return j.error;
     if (is_json(o)) line = bytes_of(j.text);
-    *empty = line.n == 0;
     Buffer *text = &conversation_add(talk, USER, bytes(o->text ? o->text : ""))->text;
     if (o->text) buffer_add(text, bytes("\n\n"));
     buffer_add(text, line);
-    return NULL;
+    return line.n ? NULL : wrong_size(l->e, 0);
 }
 
 // Encodes a line into e->prompt, after Ctrl-C perhaps not all. Returns what is wrong, or NULL.
 static const char *encode_line(List *l, Bytes line) {
     Engine *e = l->e;
-    Ids *ids = &e->prompt;
     const Json object = {.rest = line, .n = line.n, .text = &e->input};
     const bool chat = e->mode == CHAT, own = e->kind == OWN_CHOICES;
     const Conversation *talk = &e->conversation;
     if (line.n > l->in.most) return "too long, expected at most 1 GB, less where memory is small";
-    bool empty = false;
-    const char *error = take_line(l, line, &empty);
+    const char *error = take_line(l, line);
     if (own) e->reserve = 0;  // not known yet
     const bool lacks = !error && own && !json_member(object, e->options.member).rest.n;
     l->silent = lacks && l->nameless++ > 0;
     if (!error && own) error = take_choices(object, e->options.member, &e->next);
-    if (error) return error;
-    size_t size = 0;
-    for (size_t i = 0; i < talk->n; i++) {
+    for (size_t i = 0; i < talk->n && !error; i++) {
         const Bytes text = bytes_of(&talk->p[i].text);
         const bool earlier = talk->p[i].role == ASSISTANT && i + 1 < talk->n;  // loses its thinking
-        size += text.n - (earlier ? thinking_length(&e->tokenizer.chat, text) : 0);
+        const size_t size = text.n - (earlier ? thinking_length(&e->tokenizer.chat, text) : 0);
+        error = size ? wrong_size(e, size) : NULL;
     }
-    error = too_large(e, size);
     if (error) return error;
-    ids->n = 0;
-    if (chat) render(&e->tokenizer, talk, 0, e->switched_on, ids);
-    else encode_text(e, bytes_of(&talk->p[0].text), ids);
-    error = interrupted ? NULL : wrong_length(e, empty, ids);
+    encode_prompt(e, talk, 0);
+    error = interrupted ? NULL : wrong_length(e, e->prompt.n, false);
     if (!error && own) error = encode_choices(e, chat ? (Bytes){0} : bytes_of(&talk->p[0].text));
-    if (!error) check_blanks(e);
+    if (!error) give_notices(e);
     return error;
 }
 
@@ -4949,7 +4921,6 @@ static void add_line(List *l, Bytes line) {
     const Options *o = &e->options;
     const size_t number = l->read;
     if (!is_json(o)) check_utf8(e, l->in.name, number + 1, line);
-    give_notices(e);
     if (number == l->in_file && number)
         notice("%s: %zu lines are there, goes on with line %zu; a change before the last %d is not "
                "seen", o->out, number, number + 1, KNOWN_AGAIN);
@@ -5019,7 +4990,6 @@ static int report_list(const List *l) {
     }
     if (l->in_thinking) warn("answers: ended inside their thinking: %zu", l->in_thinking);
     if (l->unlikely) warn(UNLIKELY, l->unlikely, l->endings[COMPLETE]);
-    if (l->blank) warn("prompts: end in a blank (most tokens begin with one): %zu", l->blank);
     if (l->failed > 1) notice("texts: ended in an error: %zu", l->failed);
     if (l->pieces) notice("texts: scored in pieces of %d tokens (-c): %zu", context, l->pieces);
     if (interrupted)
@@ -5130,8 +5100,7 @@ static int run_mode(Engine *e) {
     if (e->mode != TOKENIZE) patience = 1;
     if (!single && is_terminal(STDIN_FILENO)) run_dialogue(e);
     else if (!single) run_script(e);
-    else if (chat) chat_turn(e, bytes_of(&e->input));
-    else run_raw(e, bytes_of(&e->input));
+    else chat_turn(e, bytes_of(&e->input));
     return interrupted ? EXIT_INTERRUPT : EXIT_SUCCESS;
 }
 

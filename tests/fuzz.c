@@ -652,8 +652,7 @@ static void fuzz_session(Bytes in) {
     Bytes text = bytes_of(&engine.input);
     if (!once && is_terminal(STDIN_FILENO)) run_dialogue(&engine);
     else if (!once) run_script(&engine);
-    else if (chat) chat_turn(&engine, text);
-    else run_raw(&engine, text);
+    else chat_turn(&engine, text);
     for (int i = 0; i < e->most_texts; i++) CHECK(!e->places[i].writer->thinking && e->places[i].writer->held.n == 0);
     if (terminals & 2) CHECK(harmless(written, n_written));
     const Conversation *c = &engine.conversation;  // user, assistant, user, ... after the system
@@ -711,15 +710,13 @@ static Buffer line_alone(int argc, char **argv, Bytes prefix, Bytes text) {
     buffer_add(&whole, text);
     if (engine.kind >= CHOICES) {  // with all probabilities, as a request of its own writes them
         if (engine.mode == CHAT && engine.options.system) conversation_add(&engine.conversation, SYSTEM, bytes(engine.options.system));
-        if (engine.mode == CHAT) conversation_add(&engine.conversation, USER, bytes_of(&whole));
-        if (engine.mode == CHAT) render(&tiny, &engine.conversation, 0, engine.switched_on, &engine.prompt);
-        else encode_text(&engine, bytes_of(&whole), &engine.prompt);
+        conversation_add(&engine.conversation, USER, bytes_of(&whole));
+        encode_prompt(&engine, &engine.conversation, 0);
         add_result(&line, &engine, run_request(&engine), NULL);
         return line;
     }
     if (engine.mode == CHAT && engine.options.system) conversation_add(&engine.conversation, SYSTEM, bytes(engine.options.system));
-    if (engine.mode == CHAT) chat_turn(&engine, bytes_of(&whole));
-    else run_raw(&engine, bytes_of(&whole));
+    chat_turn(&engine, bytes_of(&whole));
     const Bytes out = rest(written, n_written);
     if (engine.mode > GENERATE) {
         buffer_add(&line, out);

@@ -369,11 +369,11 @@ def test_blanks_that_nobody_means(tiny, args, text, said):
 
 
 def test_prompts_that_end_in_a_blank(tiny):
-    """Without given answers, too; in a list their number, with -q, too."""
+    """Without given answers, too, and in a list once; with -q, too."""
     run = (tiny, "-m", "generate", "-n", 1, "-q")
-    assert qwen3(*run, "-i", "Hello ").stderr == b"qwen3: prompt: ends in a blank, expected none: most tokens begin with one\n"
-    said = qwen3(*run, "-l", "-", stdin=b"a \nb\nc\t\n").stderr
-    assert said == b"qwen3: prompts: end in a blank (most tokens begin with one): 2\n"
+    for args, stdin in (("-i", "Hello "), b""), (("-l", "-"), b"a\nb \nc\t\n"):
+        said = qwen3(*run, *args, stdin=stdin).stderr
+        assert said == b"qwen3: prompt: ends in a blank, expected none: most tokens begin with one\n"
     assert qwen3(*run[:-1], "-qq", "-i", "Hello ").stderr == qwen3(*run, "-i", "Hello").stderr == b""
 
 
