@@ -120,6 +120,9 @@ tests/.venv: FORCE
 check: tests/test
 	tests/test
 
+help:
+	@awk '!/^# / { exit } { print substr($$0, 3) }' Makefile
+
 FILES = tests
 test: qwen3 qwen3-plain tests/render tests/journey tests/.venv
 	tests/test
@@ -175,5 +178,5 @@ clean:
 	      tests/libfuzzer .flags
 	rm -rf release tests/.venv
 
-.PHONY: plain run journey bench quality portable install uninstall debug check test test-all answer sums \
+.PHONY: help plain run journey bench quality portable install uninstall debug check test test-all answer sums \
         notes fuzz clean FORCE

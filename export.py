@@ -564,7 +564,7 @@ def read_folder(folder: Path, of_hub: bool = False) -> Source:
     family, config = normalize_config(folder / "config.json", read_json(folder / "config.json"))
     path = folder / "tokenizer.json"
     if not path.exists():
-        refuse(path, "missing", "the file that transformers' AutoTokenizer saves of vocab.json")
+        refuse(path, "missing", "it beside the weights (AutoTokenizer makes it of vocab.json)")
     if (folder / "adapter_config.json").exists():
         Notices.hints.append("adapter_config.json: the LoRA adapter is not applied; if the weights "
                              "lack it, peft's merge_and_unload() and save_pretrained() merge it")

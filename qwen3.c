@@ -2465,8 +2465,8 @@ static void set_model(Options *o, const char *arg, const char *before) {
     if (*before == '-' && before[1] >= 'A' && !before[2] && !o->given[(uint8_t)before[1]])
         die_usage("%s: was taken for the value of the option before it, is one missing?", before);
     if (o->model)
-        die_usage("%.80s: unexpected, as MODEL is \"%.99s\"; a prompt goes with -i, in quotes: "
-                  "-i \"%.80s\"", arg, o->model, arg);
+        die_usage("%.80s: unexpected, as MODEL, the first name, is \"%.99s\"; a prompt goes with "
+                  "-i, in quotes: -i \"%.80s\", a file with -f, -l or -L", arg, o->model, arg);
     o->model = arg;
 }
 
@@ -3410,7 +3410,7 @@ static void split_answers(Engine *e) {
                 die_usage("-o: the answer %.*s twice, expected different ones", (int)n, text);
         add_choice(&e->next, choice);
     }
-    if (e->next.n == 1) die_usage("-o: one answer, expected several: TEXT|TEXT...");
+    if (e->next.n == 1) die_usage("-o: one answer, expected several, in quotes: \"TEXT|TEXT\"");
 }
 
 // Returns a text without the blanks at its end, U+3000 and the like, too. With both_ends, it loses
@@ -4746,7 +4746,7 @@ static void json_line(Json *j, Conversation *talk, int kind, Buffer *out) {
     json_check(j, messages || json_take_string(j), "text or messages", json_byte(j) == '['
                ? "with -m chat messages, else no array " EACH_A_LINE
                : "a string, an object or, with -m chat, an array of messages");
-    json_check(j, !messages || role >= USER, "role", "a last message of the user or assistant");
+    json_check(j, !messages || role >= USER, "role", "messages, the last of the user or assistant");
 }
 
 enum { AHEAD = 1024, AHEAD_BYTES = 16 << 20 };  // lines that may wait for an earlier one
@@ -4870,7 +4870,8 @@ static const char *take_line(List *l, Bytes line) {
     const size_t before = talk->n;
     if (is_json(o)) json_line(&j, chat ? talk : NULL, l->e->kind, line_of(l, l->read));
     else check_plain(l, j);
-    const bool opens = memchr("[{", *line.p, 2), cut = j.error && strstr(j.error, "found the end");
+    const bool opens = memchr("[{", *line.p, 2);
+    const bool cut = j.error && strstr(j.error, "JSON") && strstr(j.error, "found the end");
     if (j.error && l->read == 0 && (cut || !opens))  // the list may be another program's
         notice("%.600s: line 1 is no JSON? %s", l->in.name,
                opens ? "jq -c . makes lines, jq -c '.[]' of an array of texts"

@@ -280,11 +280,9 @@ MESSAGE = b'{"role": "user", "content": "a"}'
 NO_MESSAGES = [b"[]", b'["a"]', b"[1]", b"[[]]", b"[null]", b'[{"content": "a"}]',
                b'[{"role": "tool", "content": "a"}]', b'[{"role": "User", "content": "a"}]',
                b'[{"role": "user", "content": null}]', b'[{"role": "user", "content": ["a"]}]',
-               b'[{"role": 1, "content": "a"}]',
-               b'[{"role": "user", "content": [{"type": "text", "text": 1}]}]',
-               b"[%s,]" % MESSAGE, b"[,%s]" % MESSAGE, b"[%s %s]" % (MESSAGE, MESSAGE), b"[%s" % MESSAGE,
-               b"[%s}" % MESSAGE, b"[%s] x" % MESSAGE, b'[{"role": "user", "content": "a",}]',
-               b'[{"role" "user", "content": "a"}]', b'[{role: "user", "content": "a"}]',
+               b'[{"role": 1, "content": "a"}]', b'[{"role": "user", "content": [{"type": "text", "text": 1}]}]',
+               b"[%s,]" % MESSAGE, b"[,%s]" % MESSAGE, b"[%s %s]" % (MESSAGE, MESSAGE), b"[%s" % MESSAGE, b"[%s}" % MESSAGE,
+               b"[%s] x" % MESSAGE, b'[{"role": "user", "content": "a",}]', b'[{"role" "user"}]', b'[{role: "user"}]',
                *[b'[{"role": "user", "content": "a", "x": %s}]' % value for value in (
                    b"01", b"nan", b"tru", b".5", b"+1", b"1.", b"1e", b"-", b"[1,]", b"{1: 2}", b'{"a": }', b"'a'")]]
 NO_OBJECTS = [b'{%s' % HELLO, b'{%s]' % HELLO, b'{%s,}' % HELLO, b'{"a":01,%s}' % HELLO, b'{"a":"\\x",%s}' % HELLO,
@@ -503,6 +501,7 @@ def test_hints_for_lists_of_other_programs(tiny, data, mode, command):
     assert command in run_json(tiny, data.encode(), "-m", mode, status=1)[1].decode()
     data = shell(command, input=data.encode(), check=True).stdout
     lines, _ = run_json(tiny, data, "-m", mode, "-q")
+    assert b"no JSON?" not in run_json(tiny, [b"[]"], status=1)[1]  # but no message
     assert len(lines) == data.count(b"Hello") + data.count(b"Who") and b"null" not in b"".join(lines)
 
 
