@@ -1551,11 +1551,9 @@ static size_t find_last(Bytes text, Bytes part) {
 //   0x08  the numbers that take_header takes, u32 or float; the last one is at 0x98
 //   0x70  with layer_bits 4, the 16 int8 levels, ascending; all other bytes must be zero
 //
-// take_weights has the weights in their order, each for all layers before the next. A Matrix with 8
-// bits is all its int8 values, then a float scale for each group_size consecutive ones of a row.
-// With 4 bits it is all its pairs of nibbles, then a float of 16 bits for each group. Both are in
-// panels of 16 rows (see weight_int) if the header has panels = 1, else row by row. An embedding
-// model has no classifier: its header says shared_classifier = 1.
+// take_weights has the weights in their order, each for all layers before the next. A Matrix is its
+// bytes, then its scales. Both are in panels (see weight_int) if the header has panels = 1, else
+// row by row. An embedding model has no classifier: its header says shared_classifier = 1.
 
 typedef struct {  // takes a file apart from front to back, and never reads past its end
     const char *file;
@@ -1563,8 +1561,7 @@ typedef struct {  // takes a file apart from front to back, and never reads past
     Bytes rest;
     const char *hint;  // what to do if something is wrong
     bool or_zero;      // numbers may also be 0
-    size_t needs;      // bytes of the matrices so far, in panels
-    char *to;          // where the next matrix is put into panels; NULL: it stays in the file
+    bool by_rows;      // matrices are, and become panels in memory
 } Cursor;
 
 #define die_bad(in, name, expected, ...) \
@@ -1714,19 +1711,17 @@ static const float *take_floats(Cursor *in, uint64_t count, const char *what) {
     return count ? take(in, count * sizeof(float)) : NULL;
 }
 
-// Takes a matrix's words, or its scales: n in a row, of `size` bytes, a constant for memcpy's sake.
-// An older file has one row after the other: if in->to is not NULL, they become panels there.
+#define IN_PANELS "the weights in panels (export the model again: a new file needs none)"
+
+// Takes a matrix's words, or its scales: n in a row, of `size` bytes.
 INLINE const void *take_panels(Cursor *in, const Config *c, int rows, size_t n, const int size) {
-    const uint64_t padded = round_up(rows, PANEL) * n * size;
-    const char *from = take(in, c->panels ? padded : rows * n * size);
-    char *const panels = in->to, *to = panels;
-    in->needs += padded;
-    if (!panels) return from;
-    in->to += padded;
-    for (int first = 0; first < rows; first += PANEL)
-        for (size_t i = 0; i < n; i++)
-            for (int r = first; r < first + PANEL; r++, to += size)
-                if (r < rows) memcpy(to, from + (r * n + i) * size, size);
+    const int padded = round_up(rows, PANEL);
+    const char *from = take(in, (c->panels ? padded : rows) * n * size);
+    if (!in->by_rows) return from;
+    char *panels = alloc(padded * n, size, IN_PANELS);
+    for (int r = 0; r < rows; r++)
+        for (size_t i = 0; i < n; i++, from += size)
+            memcpy(panels + ((r / PANEL * n + i) * PANEL + r % PANEL) * size, from, size);
     return panels;
 }
 
@@ -1735,12 +1730,10 @@ static Matrix take_matrix(Cursor *in, const Config *c, int rows, int cols, int b
     const size_t words = (size_t)cols * bits / 32, groups = cols / c->group_size;
     in->part = what;
     const int8_t *bytes = take_panels(in, c, rows, words, 4);
-    const void *scales = bits == 8 ? take_panels(in, c, rows, groups, scale_size(8))
-                                   : take_panels(in, c, rows, groups, scale_size(4));
+    const void *scales = take_panels(in, c, rows, groups, scale_size(bits));
     return (Matrix){rows, cols, c->group_size, bits, bytes, scales, c->levels};
 }
 
-// Runs twice for an older file: see make_panels.
 static void take_weights(Cursor *in, Config *c, Weights *w) {
     const int experts = max_int(all_experts(c), 1), every = max_int(c->attention_every, 1);
     const int norms = c->no_qk_norm ? 0 : c->head_dim, gates = c->gated_attention * c->q_dim;
@@ -1777,36 +1770,28 @@ static void take_weights(Cursor *in, Config *c, Weights *w) {
     EACH_LAYER.bv = take_floats(in, c->qkv_bias ? c->kv_dim : 0, "bv");
 }
 
-// Maps the file. The weights stay there. Only routers are checked: all weights take a minute, and
-// logits that are not finite say that one is bad. Returns a Cursor at the weights, with their size.
-static Cursor model_map(Model *m, const char *path) {
+// Maps the file. The weights stay there, but an older one's matrices are copied if the model runs.
+// Only routers are checked: all weights take a minute, and logits that are not finite say that one
+// is bad.
+static void model_map(Model *m, const char *path, bool runs) {
     Config *c = &m->config;
     const Bytes file = file_map(path);
+    const double start = now();
     Cursor in = {path, "the header", file, .hint = "copy or export it again"};
     take_header(&in, c);
     check_config(&in, c);
+    in.by_rows = runs && !c->panels;
+    if (in.by_rows && file.n > memory_size()) die_memory(IN_PANELS, file.n);
     m->weights.layers = alloc(c->n_layers, sizeof(Layer), "the layers");
-    Cursor weights = in;
     take_weights(&in, c, &m->weights);
     if (in.rest.n != 0)
         die("%s: wrong size, expected %zu bytes, found %zu", path, file.n - in.rest.n, file.n);
     for (int l = 0; l < c->n_layers && c->n_experts; l++)
         if (!isfinite(sum_double(m->weights.layers[l].router, all_experts(c) * c->dim)))
             die("%s: bad router of layer %d, expected finite numbers, found others", path, l);
-    weights.needs = in.needs;
-    return weights;
-}
-
-// Takes the weights of an older file once more, into panels in memory. `in` is from model_map.
-static void make_panels(Model *m, Cursor in) {
-    const char *what = "the weights in panels (export the model again: a new file needs none)";
-    const double start = now(), size = in.needs;
-    if (m->config.panels) return;
-    if (size > memory_size()) die_memory(what, size);
-    in.to = alloc(in.needs, 1, what);
-    take_weights(&in, &m->config, &m->weights);
-    notice("%s: an older file, put into panels (%.1f s, %.0f MB); export it again to save both",
-           in.file, now() - start, size / 1e6);
+    if (in.by_rows)
+        notice("%s: an older file, put into panels (%.1f s, %.0f MB); export it again to save both",
+               path, now() - start, file.n / 1e6);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -1839,7 +1824,7 @@ typedef struct { uint64_t *p; size_t n, cap; } Keys;  // as Buffer: rows, or a t
 
 // How tokens are found, the classes of characters, NFC, and how the model is meant to be used
 typedef struct Tables {
-    uint32_t *table;       // (mask + 1) hash table of the tokens: id + 1, or 0 if free
+    uint32_t *table[2];    // (mask + 1) hash tables: id + 1, or 0 if free; [1]: of added tokens
     uint32_t mask;         // slots - 1; slots: a power of 2, at least 256 and twice the tokens
     uint64_t secret;       // of the hash, odd: nobody can make a file whose tokens share slots
     size_t longest;        // the most bytes of a token
@@ -1987,26 +1972,20 @@ static void take_extension(Cursor *in, Tokenizer *tok) {
     }
 }
 
-static uint64_t hash_text(Bytes text, uint64_t secret) {
-    uint64_t hash = secret ^ text.n;
+// Returns the slot of the token with these bytes in the table of the added tokens, or in that of
+// those which merges make, or the free slot for it.
+static uint32_t *token_slot(const Tokenizer *tok, Bytes text, bool added) {
+    const Tables *tables = tok->tables;
+    uint32_t *table = tables->table[added];
+    uint64_t hash = tables->secret ^ text.n;
     for (size_t i = 0; i < text.n; i++) {
-        const __uint128_t product = (__uint128_t)(hash ^ text.p[i]) * secret;
+        const __uint128_t product = (__uint128_t)(hash ^ text.p[i]) * tables->secret;
         hash = (uint64_t)(product ^ product >> 64);  // its two halves, xored
     }
-    return hash;
-}
-
-// Returns the slot of the token with these bytes, or the free one for it. An added token may have
-// the bytes of an ordinary one, or be one itself (because merges make it, too).
-static uint32_t *token_slot(const Tokenizer *tok, Bytes text, bool added) {
-    uint32_t slot = hash_text(text, tok->tables->secret) & tok->tables->mask;
-    for (; tok->tables->table[slot]; slot = (slot + 1) & tok->tables->mask) {
-        const uint32_t id = tok->tables->table[slot] - 1;
-        const bool is_added = tok->kind[id] & ADDED;
-        const bool fits = added ? is_added : !is_added || tok->priority[id] > ADDED_SCORE;
-        if (fits && bytes_equal(tok->text[id], text)) break;
-    }
-    return &tok->tables->table[slot];
+    uint32_t slot = hash & tables->mask;
+    while (table[slot] && !bytes_equal(tok->text[table[slot] - 1], text))
+        slot = (slot + 1) & tables->mask;
+    return &table[slot];
 }
 
 static int token_find(const Tokenizer *tok, Bytes text, bool added) {
@@ -2055,18 +2034,22 @@ static void encode_message(Encoder *enc, Bytes text, int role) {
 }
 
 static void index_tokens(Tokenizer *tok, const char *file) {
-    tok->tables->secret = (uint64_t)(now() * 1e9) * 0x9E3779B97F4A7C15u | 1;  // new in each run
-    tok->tables->mask = UINT32_MAX >> __builtin_clz(2 * (uint32_t)tok->vocab_size | 255);
-    tok->tables->table = alloc((size_t)tok->tables->mask + 1, sizeof(uint32_t), "the tokenizer");
+    Tables *tables = tok->tables;
+    tables->secret = (uint64_t)(now() * 1e9) * 0x9E3779B97F4A7C15u | 1;  // new in each run
+    tables->mask = UINT32_MAX >> __builtin_clz(2 * (uint32_t)tok->vocab_size | 255);
+    for (int i = 0; i < 2; i++)
+        tables->table[i] = alloc((size_t)tables->mask + 1, sizeof(uint32_t), "the tokenizer");
     for (int id = 0; id < tok->vocab_size; id++) {
         const Bytes s = tok->text[id];
         const bool added = tok->kind[id] & ADDED;
+        const bool merged = tok->priority[id] > ADDED_SCORE || (s.n == 1 && !added);
         if (s.n == 0) continue;
         if (added && !(tok->kind[id] & SPECIAL)) tok->kind[id] |= ANSWERED;
-        uint32_t *slot = token_slot(tok, s, added);
-        const bool ordinary = s.n == 1 || tok->priority[id] > ADDED_SCORE;
-        if (*slot == 0 && (added || ordinary)) *slot = id + 1;
-        if (added) tok->tables->added_start[s.p[0]] = tok->tables->added_length[s.n] = true;
+        for (int i = !merged; i <= added; i++) {
+            uint32_t *slot = token_slot(tok, s, i);
+            if (*slot == 0) *slot = id + 1;
+        }
+        if (added) tables->added_start[s.p[0]] = tables->added_length[s.n] = true;
     }
     for (int i = 0; i < 256; i++)
         if (token_find(tok, (Bytes){(uint8_t[]){i}, 1}, false) < 0)
@@ -2200,20 +2183,18 @@ static const uint64_t *find_row(const Keys *rows, uint64_t first, uint64_t secon
     return rows->n ? bsearch(&key, rows->p, rows->n, sizeof(key), compare_keys) : NULL;
 }
 
-// Adds a character to those of a text: combining class (ccc) << 56 | place << 21 | code point.
-static void add_key(const Tokenizer *tok, Keys *keys, uint64_t c) {
-    const uint64_t ccc = tok->tables->chars[c] >> CCC_SHIFT;
-    const uint64_t key = ccc << 56 | keys->n << 21 | c;
-    keys->p = grow(keys->p, &keys->cap, keys->n, 1, sizeof(key));
-    keys->p[keys->n++] = key;
-}
-
-static void decompose(const Tokenizer *tok, Keys *keys, uint32_t c) {
-    const uint64_t *row;
-    int n = 0;
-    for (; n < MOST_PARTS && (row = find_row(&tok->tables->parts, c, n)); n++)
-        add_key(tok, keys, *row & CHAR_MASK);
-    if (n == 0) add_key(tok, keys, c);
+// Adds the parts of a character, or itself, to those of a text, each as its combining class (ccc)
+// << 56 | place << 21 | code point.
+static void decompose(const Tokenizer *tok, Keys *keys, uint64_t c) {
+    for (int n = 0; n < MOST_PARTS; n++) {
+        const uint64_t *row = find_row(&tok->tables->parts, c, n);
+        if (!row && n > 0) break;
+        const uint64_t part = row ? *row & CHAR_MASK : c;
+        const uint64_t ccc = tok->tables->chars[part] >> CCC_SHIFT;
+        keys->p = grow(keys->p, &keys->cap, keys->n, 1, sizeof(uint64_t));
+        keys->p[keys->n] = ccc << 56 | keys->n << 21 | part;
+        keys->n++;
+    }
 }
 
 // Sorts each run of marks (ccc > 0) by ccc, stably. Then each character composes with the last
@@ -2241,23 +2222,19 @@ static void order_and_compose(const Tokenizer *tok, Keys *keys) {
 // Returns whether NFC may change the character or compose it with the one before.
 INLINE bool is_active(const Tokenizer *tok, Char c) { return tok->tables->chars[c.c] > CLASS_MASK; }
 
-// Appends NFC(text). Inactive characters are copied. Only the last one before active ones, or
-// before the end, is normalized with them because it may compose with them.
+// Appends NFC(text). Up to the first active character it is copied, but for the character before
+// that one, because the two may compose.
 static void normalize(const Tokenizer *tok, Buffer *out, Bytes text) {
     Keys keys = {0};
     Char c;
-    for (size_t at = 0, from, end = 0; at < text.n && !interrupted; at = end) {
-        for (from = at; (c = char_at(tok, text, end)).n && !is_active(tok, c); end += c.n)
-            from = end;
-        buffer_add(out, (Bytes){text.p + at, from - at});
-        keys.n = 0;
-        for (end = from; (c = char_at(tok, text, end)).n; end += c.n) {
-            if (end > from && !is_active(tok, c)) break;
-            decompose(tok, &keys, c.c);
-        }
-        order_and_compose(tok, &keys);
-        for (size_t i = 0; i < keys.n; i++) add_char(out, keys.p[i] & CHAR_MASK);
-    }
+    size_t at = 0, copied = 0;
+    for (; (c = char_at(tok, text, at)).n && !is_active(tok, c) && !interrupted; at += c.n)
+        copied = at;
+    buffer_add(out, (Bytes){text.p, copied});
+    for (at = copied; (c = char_at(tok, text, at)).n && !interrupted; at += c.n)
+        decompose(tok, &keys, c.c);
+    order_and_compose(tok, &keys);
+    for (size_t i = 0; i < keys.n; i++) add_char(out, keys.p[i] & CHAR_MASK);
     free(keys.p);
 }
 
@@ -2340,8 +2317,7 @@ typedef struct {  // of the command line. Not given: NULL, or -1 without a defau
 
 static const char usage[] =  // after the line of --version
     "Runs Qwen3 and Qwen3.5 models. MODEL is a .bin file made by export.py.\n"
-    "usage: qwen3 MODEL [options]\n"
-    "\n"
+    "usage: qwen3 MODEL [options]\n\n"
     "  -i TEXT    the prompt; without -i and -f a terminal chats; a pipe is a prompt\n"
     "  -f FILE    the prompt is FILE's text (- is stdin), after -i and an empty line\n"
     "  -l FILE    a list: each line of FILE (- is stdin) is a text, each answer a line\n"
@@ -2369,8 +2345,7 @@ static const char usage[] =  // after the line of --version
     "  -q         on stderr only errors and what makes a result doubtful\n"
     "  -qq        on stderr only errors\n"
     "  -v         also settings and the prompt's ids; with -m tokenize, a line a token\n"
-    "  -h, --version\n"
-    "\n"
+    "  -h, --version\n\n"
     "A prompt from both: ls -l | qwen3 model.bin -i \"Which file is the largest?\" -f -\n"
     "-m chat on a pipe: each line is a turn. The model's text goes to stdout, all else\n"
     "to stderr. Exit: 0 success, 1 file, memory, model, 2 usage error, 130 Ctrl-C.\n";
@@ -2392,7 +2367,7 @@ static const Option options[] = {  // those with a value
     {'i', TEXT, PLACE(text), ALWAYS, 0, INT_MAX, NULL, " prompt input "},
     {'f', TEXT, PLACE(file), ALWAYS, 1, LONGEST_PATH, "a file's name, or -", " file prompt-file "},
     {'l', TEXT, PLACE(list), ALWAYS, 1, LONGEST_PATH, "a file's name, or -", " list batch "},
-    {'L', TEXT, PLACE(list), ALWAYS, 1, LONGEST_PATH, "a file's name, or -", NULL},
+    {'L', TEXT, PLACE(list), ALWAYS, 1, LONGEST_PATH, "a file's name, or -", ""},
     {'w', TEXT, PLACE(out), ALWAYS, 1, LONGEST_PATH, "a file's name", " output output-file "},
     {'m', MODE, PLACE(mode), ALWAYS, 0, N_MODES - 1,
      "chat, generate, embed, tokenize or perplexity (MODEL goes without -m)", " mode "},
@@ -2433,27 +2408,22 @@ static const struct { const char *others, *here; } hints[] = {
     {" embedding embeddings ", "-m embed"}, {" stream ", "nothing: answers come as they are made"},
     {" ng ngl gpu-layers n-gpu-layers device ", "nothing: all runs on the CPU"}};
 
-// Returns whether an argument's name, up to =, is one of these words; its _ count as -.
-static bool is_called(const char *arg, const char *words) {
-    const char *start = arg + strspn(arg, "-");
+// Returns the option of this name. If there is none, ends the program and names the likely mistake:
+// another program's name for it, up to =, whose _ count as -.
+static const Option *option_named(const char *arg) {
+    const char *right = "one that -h lists, each by itself", *start = arg + strspn(arg, "-");
     char name[64];
     snprintf(name, sizeof(name), " %.*s ", (int)strcspn(start, "="), start);
     for (char *c = name; *c; c++) *c = *c == '_' ? '-' : *c;
-    return words && strstr(words, name);
-}
-
-// Returns the option of this name. If there is none, ends the program and names the likely mistake.
-static const Option *option_named(const char *arg) {
-    const char *right = "one that -h lists, each by itself";
     for (size_t i = 0; i < sizeof(hints) / sizeof(*hints); i++)
-        if (is_called(arg, hints[i].others)) right = hints[i].here;
-    for (size_t i = 0; i < N_OPTIONS; i++) {
-        const char letter = options[i].letter;
+        if (strstr(hints[i].others, name)) right = hints[i].here;
+    for (const Option *option = options; option < options + N_OPTIONS; option++) {
+        const char letter = option->letter;
         const bool begins = arg[1] == letter;
-        if (begins && !arg[2]) return &options[i];
+        if (begins && !arg[2]) return option;
         if (begins && strchr("0123456789.-=", arg[2]))
             right = say("a space: -%c %.80s", letter, arg + 2 + (arg[2] == '='));
-        else if (is_called(arg, options[i].others)) right = say("-%c; -h lists all", letter);
+        else if (strstr(option->others, name)) right = say("-%c; -h lists all", letter);
     }
     die_usage("%.80s: unknown option, expected %s", arg, right);
 }
@@ -4440,7 +4410,7 @@ static void load_model(Engine *e) {
     Config *c = &e->model.config;
     char file[LONGEST_PATH + 16];
     check_model(o->model);
-    const Cursor weights = model_map(&e->model, o->model);
+    model_map(&e->model, o->model, o->mode != TOKENIZE);
     snprintf(file, sizeof(file), "%s.tokenizer", o->model);
     if (!file_mode(file))
         die("%s: missing, expected beside the model, where export.py writes it", file);
@@ -4458,7 +4428,6 @@ static void load_model(Engine *e) {
     e->model.context = choose_context(e);
     if (e->mode == TOKENIZE) return;
     start_threads(o->threads > 0 ? o->threads : cpu_count());
-    make_panels(&e->model, weights);
 #ifdef PLAIN
     state_init(&e->model);
 #else

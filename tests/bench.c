@@ -153,7 +153,7 @@ static void map_synthetic(const struct Shape *s, int bits, int group, int layers
     posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED);
 #endif
     snprintf(path, sizeof(path), "/dev/fd/%d", fd);
-    model_map(&m, path);
+    model_map(&m, path, true);
     // Reads all of it, so that no row waits for the disk. The file begins a header before rms_att.
     const volatile char *file = (char *)m.weights.layers[0].rms_att - sizeof(header);
     for (off_t i = 0; i < size; i += 4096) (void)file[i];
@@ -636,7 +636,7 @@ int main(int argc, char **argv) {
     if (argc < 2) die_usage("%s", help);
     if (strcmp(argv[1], "-h") == 0) return puts(help) == EOF;
     const char *end = strrchr(argv[1], '.');
-    if (end && strcmp(end, ".bin") == 0) model_map(&m, argv[1]);
+    if (end && strcmp(end, ".bin") == 0) model_map(&m, argv[1], true);
     else map_described(argc - 1, argv + 1);
     printf("qwen3 (%s): %d layers of %d with %d bits, vocabulary %d, group %d: %.0f MB a token, "
            "%.1f million multiply-adds in its matmuls\n\n", SIMD, g->n_layers, g->dim, g->layer_bits,

@@ -345,7 +345,7 @@ static void fuzz_model(Bytes in) {
     file_add("model", file.bytes, (size_t)(size + off[flags % 8]));
     static Engine e;
     e = (Engine){.options.n = -1};
-    make_panels(&e.model, model_map(&e.model, "model"));
+    model_map(&e.model, "model", true);
     Config *g = &e.model.config;
     CHECK((int64_t)files[0].n == size && size_of(file.h) == size);
     int n = 5 + flags / 8 % 16, ids[21];
@@ -1065,7 +1065,7 @@ static void set_up(void) {
     memcpy(file, toy_header, 256);
     for (size_t i = 64; i < size / 4; i++) ((float *)file)[i] = (float)random_next(&rng) * 0.1f;
     file_add("toy", file, size);
-    model_map(&toy, "toy");
+    model_map(&toy, "toy", true);
     toy.context = 64;
     toy_pass = *(the_pass = pass_init(&toy, 16, 16, 8));
     kept = n_blocks;
