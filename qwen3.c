@@ -4034,8 +4034,7 @@ static void encode_prompt(Engine *e, const Conversation *talk, size_t first) {
 // Answers the conversation's last message; with `again` the one before, whose new answer takes the
 // old one's place. The older half of the turns is forgotten, again and again, until an answer has
 // room (1,024 tokens, or less: an eighth of the context, or -n), or only the question is left.
-// Returns false if the question is too long, and nothing is forgotten then, or after Ctrl-C. An
-// error ends the program, but in a dialogue only the turn.
+// Returns false if the question is too long, and nothing is forgotten then, or after Ctrl-C.
 static bool answer_last(Engine *e, bool again) {
     Conversation *talk = &e->conversation;
     const Conversation asked = {talk->p, talk->n - again, 0};  // up to the question, until respond
@@ -4363,31 +4362,28 @@ static void prepare_places(Engine *e) {
     }
 }
 
-// In a chat, the token that ends an answer of an earlier turn ends each answer: a model that was
-// fine-tuned from a base model may name only <|endoftext|>, and would go on with the user's turn.
-static void stop_at_turn_end(Tokenizer *tok) {
-    Ids end = {0};
-    encode_part(tok, tok->chat.close[ASSISTANT], true, &end);
-    if (end.n && tok->kind[end.p[0]] & SPECIAL && !is_stop(tok, end.p[0]))
-        ids_add(&tok->stop, end.p[0]);
-    free(end.p);
-}
-
 // Sets what the options and the chat format say of answers: their thinking, given ones. If the
 // prompt has no <think>, the model may write one, if the format knows what to cut off old answers.
 static void prepare_answers(Engine *e) {
-    const ChatFormat *f = &e->tokenizer.chat;
+    Tokenizer *tok = &e->tokenizer;
+    const ChatFormat *f = &tok->chat;
+    Ids end = {0};
     e->can_switch = !bytes_equal(f->answer_open[0], f->answer_open[1]);
     e->switched_on = e->can_switch && e->options.think > 0;
     const Bytes answer = f->answer_open[e->switched_on];
     const size_t open = find_last(answer, bytes("<think>"));
     const size_t close = find_last(answer, bytes("</think>"));
-    const bool model_may = !open && !close && e->tokenizer.think >= 0 && f->strip.n;
+    const bool model_may = !open && !close && tok->think >= 0 && f->strip.n;
     e->thinks = e->mode == CHAT && open > close;
     e->may_think = e->thinks || (e->mode == CHAT && model_may);
-    if (e->mode == CHAT) stop_at_turn_end(&e->tokenizer);
-    encode_part(&e->tokenizer, bytes(end_of_budget), true, &e->budget_text);
-    encode_part(&e->tokenizer, bytes("\n\n"), true, &e->after_think);
+    encode_part(tok, bytes(end_of_budget), true, &e->budget_text);
+    encode_part(tok, bytes("\n\n"), true, &e->after_think);
+    // What ends an answer of an earlier turn ends each answer: a model that was fine-tuned from a
+    // base model may name only <|endoftext|>, and would go on with the user's turn.
+    if (e->mode == CHAT) encode_part(tok, f->close[ASSISTANT], true, &end);
+    if (end.n && tok->kind[end.p[0]] & SPECIAL && !is_stop(tok, end.p[0]))
+        ids_add(&tok->stop, end.p[0]);
+    free(end.p);
     const char *error = encode_choices(e, (Bytes){0});
     if (error) die("-o: %s", error);
 }
@@ -4816,9 +4812,8 @@ static void check_plain(List *l, Json line) {
         table |= l->read == 2 && l->columns[i] > 0;
     }
     quoted &= *text.p == '"' || find_last(text, bytes(",\"")) > 0;
-    bool json = first && memchr("[{\"", *text.p, 3);
-    if (json) json_value(&line, 0);
-    json &= line.rest.n == 0 && (text.n == 1 || !line.error);
+    if (first && memchr("[{\"", *text.p, 3)) json_value(&line, 0);
+    const bool json = first && line.rest.n == 0 && text.n && (text.n == 1 || !line.error);
     const char *what = quoted ? "leaves a quote open; " CSV_TO_JSON
         : table ? "is taken whole, with all its columns; " CSV_TO_JSON
         : json ? "is JSON, and taken as plain text; -L reads JSON"
@@ -4836,7 +4831,6 @@ static const char *take_line(List *l, Bytes line) {
     Json j = {.rest = line, .n = line.n, .text = &l->e->input, .tok = &l->e->tokenizer};
     conversation_drop(talk, 0, talk->n);
     if (chat && o->system) conversation_add(talk, SYSTEM, bytes(o->system));
-    const size_t before = talk->n;
     if (is_json(o)) json_line(&j, chat ? talk : NULL, l->e->kind, line_of(l, l->read));
     else check_plain(l, j);
     const bool opens = memchr("[{", *line.p, 2);
@@ -4845,7 +4839,7 @@ static const char *take_line(List *l, Bytes line) {
         notice("%.600s: line 1 is no JSON? %s", l->in.name,
                opens ? "jq -c . makes lines, jq -c '.[]' of an array of texts"
                      : "-l takes plain lines; " CSV_TO_JSON);
-    const bool messages = talk->n > before;
+    const bool messages = talk->n > 0 && talk->p[talk->n - 1].role != SYSTEM;
     if (messages && o->text) buffer_add(&j.ignored, bytes(", -i before messages"));
     if (j.ignored.n && l->odd++ == 0)
         notice("%.600s: line %zu: no effect: %.*s (options hold for all lines)", l->in.name,
@@ -4949,7 +4943,6 @@ static int report_list(const List *l) {
     const bool failed = l->failed || l->failed_in_file;
     const bool had_all = l->in_file && n == 0 && !interrupted;
     const int status = interrupted ? EXIT_INTERRUPT : failed ? EXIT_FAILURE : EXIT_SUCCESS;
-    const bool random = draws_ids(l->e) && l->e->sampling.temperature != 0;
     progress_end();
     if (had_all)
         notice("%s: has all %zu lines; another FILE, or none, makes a new run", o->out, lines);
@@ -4965,7 +4958,7 @@ static int report_list(const List *l) {
     if (interrupted)
         notice("list: %zu lines are written; the same command%s%s goes on%s", lines,
                o->out ? "" : " with -w FILE for > FILE",
-               random && !is_seeded(o) ? say(" and -s %llu", o->seed) : "",
+               draws_ids(l->e) && !is_seeded(o) ? say(" and -s %llu", o->seed) : "",
                file_size(l->in.fd) ? "" : ", if the pipe gives the same lines again");
     if (quiet || had_all) return status;
     fprintf(stderr, "%zu texts in %.1f s, prompts %zu tokens (%zu cached)", n, seconds,
@@ -5042,8 +5035,7 @@ static List *open_list(Engine *e) {
     if (l->in.fd < 0) die("%s: %s", l->in.name, strerror(errno));
     if (file) open_out(l);
     if (same_file(l->in.fd, STDOUT_FILENO))
-        die("%s: is the list and %s, expected another FILE", file ? file : l->in.name,
-            file ? "-w's" : "stdout");
+        die("%s: is the list and %s, expected another FILE", l->in.name, file ? "-w's" : "stdout");
     const size_t skipped = l->in_file - min_size(l->in_file, KNOWN_AGAIN);
     for (Bytes line; l->read < skipped && next_line(&l->in, &line, true); l->read++) l->written++;
     return l;
