@@ -4445,6 +4445,7 @@ static bool read_prompt(Engine *e) {
     if (!o->file) return o->text;
     if (o->text) buffer_add(text, bytes("\n\n"));
     const size_t before = text->n;
+    if (piped && is_terminal(STDIN_FILENO)) notice("stdin: Ctrl-D ends the text");
     const char *name = piped ? "stdin" : o->file, *error = file_read(text, o->file);
     if (error)
         die("%s: %s%s", name, error, strpbrk(name, " ?") ? " (-i takes a text, not a file)" : "");

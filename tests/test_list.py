@@ -572,13 +572,13 @@ def test_a_text_that_leaves_a_quote_open(tiny, data, line):
     assert error.count(b"CSV") == error.count(b": line %d leaves a quote open; " % line) == (line > 0), error
 
 
-def test_a_list_that_is_typed(tiny):
-    """It waits, and says for what."""
-    child = spawn(tiny, "-l", "-", *GREEDY)
-    child.expect_exact("stdin: each line is a text; Ctrl-D ends the list")
-    child.sendline("What is your name?")
-    child.expect_exact(alone(tiny, b"What is your name?", *GREEDY).decode())
-    child.sendeof()
+@pytest.mark.parametrize("option, end, said", [("-l", "", "each line is a text; Ctrl-D ends the list"), ("-f", "\4", "Ctrl-D ends the text")])
+def test_a_text_that_is_typed(tiny, option, end, said):
+    child = spawn(tiny, option, "-", *GREEDY)
+    child.expect_exact(f"stdin: {said}")
+    child.send(f"What is your name?\n{end}")
+    child.expect_exact("My name is Tiny.")
+    child.send("" if end else "\4")
     assert finish(child) == 0
 
 
