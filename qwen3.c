@@ -1528,11 +1528,8 @@ static bool bytes_are(Bytes text, const char *word) { return bytes_equal(text, b
 INLINE int max_int(int a, int b) { return a > b ? a : b; }
 INLINE int round_up(int n, int unit) { return (n + unit - 1) / unit * unit; }
 
-INLINE int32_t load_i32(const void *p) {  // 4 bytes at any address as an int: a float's bits
-    int32_t value;
-    memcpy(&value, p, 4);
-    return value;
-}
+typedef int32_t __attribute__((aligned(1), may_alias)) AnyInt;  // at any address: a float's bits
+INLINE int32_t load_i32(const void *p) { return *(const AnyInt *)p; }
 
 INLINE float as_float(uint32_t bits) { return (union { uint32_t i; float f; }){bits}.f; }
 
@@ -1770,9 +1767,8 @@ static void take_weights(Cursor *in, Config *c, Weights *w) {
     EACH_LAYER.bv = take_floats(in, c->qkv_bias ? c->kv_dim : 0, "bv");
 }
 
-// Maps the file. The weights stay there, but an older one's matrices are copied if the model runs.
-// Only routers are checked: all weights take a minute, and logits that are not finite say that one
-// is bad.
+// Maps the file. The weights stay there, but an older file's matrices are copied if the model runs.
+// Only routers are checked: others take a minute, and logits that are not finite betray a bad one.
 static void model_map(Model *m, const char *path, bool runs) {
     Config *c = &m->config;
     const Bytes file = file_map(path);
@@ -1862,9 +1858,8 @@ static void take_ids(Cursor *in, const Tokenizer *tok, Ids *ids) {
     while (in->rest.n) ids_add(ids, take_int(in, 0, tok->vocab_size - 1));
 }
 
-// adde: u32 id, u32 1 if it is SPECIAL (not written in answers) + 2 if it is NORMALIZED (found in
-// the form NFC) + 4 if it is A_WORD (counts in users' texts; a SPECIAL one never does), for each
-// added token, by id. An empty section leaves the guess of take_tokens.
+// adde: u32 id, u32 1 if it is SPECIAL + 2 if it is NORMALIZED + 4 if it is A_WORD (a SPECIAL one
+// never counts as such), for each added token, by id. An empty section leaves take_tokens' guess.
 static void take_added(Cursor *in, Tokenizer *tok) {
     if (in->rest.n) memset(tok->kind, 0, tok->vocab_size);
     for (uint32_t id, next = 0; in->rest.n; next = id + 1) {
@@ -2010,10 +2005,8 @@ static int added_next(const Tokenizer *tok, Bytes text, size_t *at, int which) {
 // Cuts the text at added tokens that are spelled out in it, and at NORMALIZED ones between them.
 static void encode_cut(Encoder *enc, Bytes text, int which) {
     Buffer normal = {0};
-    if (which & NORMALIZED) {
-        normalize(enc->tok, &normal, text);
-        text = bytes_of(&normal);
-    }
+    if (which & NORMALIZED) normalize(enc->tok, &normal, text);
+    if (which & NORMALIZED) text = bytes_of(&normal);
     for (size_t at = 0, done = 0;;) {
         const int id = added_next(enc->tok, text, &at, which);
         Bytes between = {text.n ? text.p + done : text.p, at - done};
@@ -2210,11 +2203,10 @@ static void order_and_compose(const Tokenizer *tok, Keys *keys) {
         const uint64_t *composed = !starter || (last && last >= ccc) ? NULL
             : find_row(&tok->tables->pairs, *starter & CHAR_MASK, key & CHAR_MASK);
         if (composed) *starter = *composed & CHAR_MASK;
-        else {
-            if (ccc == 0) starter = out;
-            last = ccc;
-            *out++ = key;
-        }
+        if (composed) continue;
+        if (ccc == 0) starter = out;
+        last = ccc;
+        *out++ = key;
     }
     keys->n = out - keys->p;
 }
@@ -2285,8 +2277,7 @@ static void merge_piece(const Tokenizer *tok, Bytes piece, Ids *out) {
 #endif
 
 // ------------------------------------------------------------------------------------------------
-// Modes: what the program makes of a text (given answers, -o, make another thing of the first two),
-// and options: what the command line says
+// Modes: what the program makes of a text (with -o another thing), and options: the command line
 
 enum { CHOICES = N_MODES, OWN_CHOICES };  // OWN_CHOICES: -o @NAME
 #define REASON "error"                    // the member that says why a line has no result
@@ -2418,12 +2409,11 @@ static const Option *option_named(const char *arg) {
     for (size_t i = 0; i < sizeof(hints) / sizeof(*hints); i++)
         if (strstr(hints[i].others, name)) right = hints[i].here;
     for (const Option *option = options; option < options + N_OPTIONS; option++) {
-        const char letter = option->letter;
-        const bool begins = arg[1] == letter;
+        const bool begins = arg[1] == option->letter;
         if (begins && !arg[2]) return option;
         if (begins && strchr("0123456789.-=", arg[2]))
-            right = say("a space: -%c %.80s", letter, arg + 2 + (arg[2] == '='));
-        else if (strstr(option->others, name)) right = say("-%c; -h lists all", letter);
+            right = say("a space: -%c %.80s", arg[1], arg + 2 + (arg[2] == '='));
+        else if (strstr(option->others, name)) right = say("-%c; -h lists all", option->letter);
     }
     die_usage("%.80s: unknown option, expected %s", arg, right);
 }
