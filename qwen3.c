@@ -2610,8 +2610,7 @@ typedef struct Engine {  // the program's state
     Conversation conversation;  // of a chat, or of a list's line
     Buffer input;      // the prompt's text, the message being typed, or a JSON line's last string
     Ids prompt;
-    Sampler sampling;  // of all texts: each has its own rng
-    uint64_t rng;      // of the conversation's next answer
+    Sampler sampling;  // of all texts: each has its own rng, this one is of the next answer
     bool dialogue;     // a conversation at a terminal: it goes on after a wrong message
     Buffer not_utf8;   // the notice of the first text that is not UTF-8
     bool gave_notices, gave_not_utf8, gave_escape, gave_blank_choice, gave_blank_prompt;  // once
@@ -3706,8 +3705,7 @@ static void check_blanks(Engine *e) {
     const Tokenizer *tok = &e->tokenizer;
     const Ids *ids = &e->prompt;
     const bool raw = e->mode == GENERATE, given = e->kind == CHOICES;
-    const bool counts = raw && e->kind != OWN_CHOICES && ids->n;
-    const Bytes last = counts ? tok->text[ids->p[ids->n - 1]] : (Bytes){0};
+    const Bytes last = raw && ids->n ? tok->text[ids->p[ids->n - 1]] : (Bytes){0};
     for (int i = 0; i < e->next.n; i++) {
         const Bytes text = bytes_of(&e->next.p[i].text);
         if (strip_end(tok, text).n < text.n || (!raw && char_at(tok, text, 0).class == SPACE))
@@ -3920,7 +3918,7 @@ static void add_helpers(Engine *e, const Text *t) {
 
 // Runs the prompt alone, to its end or Ctrl-C, and returns its text.
 static Text *run_request(Engine *e) {
-    Text *t = add_text(e, &e->prompt, e->rng, false);
+    Text *t = add_text(e, &e->prompt, e->sampling.rng, false);
     e->prompt_end = 0;
     start_texts(e);  // sets n_run to what is cached
     const size_t n = e->mode == PERPLEXITY ? e->prompt.n - 1 : t->target;  // that must run
@@ -3963,17 +3961,6 @@ static void report_answer(const Engine *e, const Text *t) {
                 draws_ids(e) ? say(", seed %llu", e->options.seed) : "");
 }
 
-// Takes back what was drawn, but not written because of -x TEXT: the last ids. If TEXT begins
-// inside a token, that token's bytes before TEXT become the message's text.
-static void take_back(Message *message, Writer *out, const Tokenizer *tok) {
-    for (size_t lost; out->cut > 0; out->cut -= lost) {
-        const int id = message->ids.p[--message->ids.n];
-        const Bytes text = tok->kind[id] & SPECIAL ? (Bytes){0} : tok->text[id];
-        lost = min_size(out->cut, text.n);
-        buffer_add(&message->text, (Bytes){text.p, text.n - lost});
-    }
-}
-
 // Writes the prompt's result in a mode without answers. With -v each id has a line, and its text.
 static void write_result(Engine *e) {
     const Ids *ids = &e->prompt;
@@ -3993,13 +3980,21 @@ static void write_result(Engine *e) {
 // Answers the prompt, as the conversation's next message. Returns false if Ctrl-C came first.
 static bool respond(Engine *e) {
     Message *message = conversation_add(&e->conversation, ASSISTANT, (Bytes){0});
+    const Tokenizer *tok = &e->tokenizer;
     const Text *t = run_request(e);
-    e->rng = t->sampler.rng;
+    e->sampling.rng = t->sampler.rng;
     for (size_t i = t->n_prompt; i < t->ids.n; i++) ids_add(&message->ids, t->ids.p[i]);
     if (chooses(e) && t->ending == COMPLETE) write_choices(t);
     else writer_end(t->writer);
     report_answer(e, t);
-    take_back(message, t->writer, &e->tokenizer);
+    // What was drawn, but not written because of -x TEXT, is taken back: the last ids. If TEXT begins
+    // inside a token, that token's bytes before TEXT become the message's text.
+    for (size_t lost, *cut = &t->writer->cut; *cut > 0; *cut -= lost) {
+        const int id = message->ids.p[--message->ids.n];
+        const Bytes text = tok->kind[id] & SPECIAL ? (Bytes){0} : tok->text[id];
+        lost = min_size(*cut, text.n);
+        buffer_add(&message->text, (Bytes){text.p, text.n - lost});
+    }
     return t->ending != INTERRUPTED || message->ids.n > 0;
 }
 
@@ -4165,13 +4160,19 @@ static Bytes take_word(Bytes *text) {
 
 enum { SEND_FILE, RETRY, CLEAR, HELP, LEAVE, N_COMMANDS = 9 };  // from LEAVE on, each leaves
 
-static const struct { const char *name, *help; } commands[N_COMMANDS] = {
-    {"/file", " PATH TEXT  send TEXT and the file, or the file alone"},
-    {"/retry", "           take the last answer back and draw another"},
-    {"/clear", "           forget the conversation, but not the system prompt"},
-    {"/help", "            show this"},
-    {"/bye", "             leave; also /exit, /quit, exit, quit and Ctrl-D"},
-    {"/exit", ""}, {"/quit", ""}, {"exit", ""}, {"quit", ""}};
+static const char *const commands[N_COMMANDS] = {
+    "/file", "/retry", "/clear", "/help", "/bye", "/exit", "/quit", "exit", "quit"};
+
+static const char help[] =
+    "/file PATH TEXT  send TEXT and the file, or the file alone\n"
+    "/retry           take the last answer back and draw another\n"
+    "/clear           forget the conversation, but not the system prompt\n"
+    "/help            show this\n"
+    "/bye             leave; also /exit, /quit, exit, quit and Ctrl-D\n"
+    "A PATH with spaces stands in quotes. A line that ends in \\ continues in the\n"
+    "next. A pasted text waits for Enter. Ctrl-C stops an answer, or clears what is\n"
+    "typed. For line editing and history, start the program with rlwrap before it.\n"
+    "Thinking is chosen at the start: -r 1, or -r 0.\n";
 
 // Returns the number of a command, N_COMMANDS of an unknown one, or -1 of a message; cuts its word
 // off. A command is one line that begins, not in quotes, with a slash and letters, or is exit or
@@ -4181,7 +4182,7 @@ static int take_command(Bytes *text, Bytes *word) {
     size_t letters = 1;
     int name = 0;
     *word = take_word(&rest);
-    while (name < N_COMMANDS && !bytes_are(*word, commands[name].name)) name++;
+    while (name < N_COMMANDS && !bytes_are(*word, commands[name])) name++;
     while (letters < word->n && isalpha(word->p[letters])) letters++;
     const bool slash = word->n > 1 && *word->p == '/' && letters == word->n;
     const bool named = slash ? !bytes_are(*word, "/think") : name < N_COMMANDS && rest.n == 0;
@@ -4235,14 +4236,6 @@ static bool read_message(Engine *e) {
     return true;
 }
 
-static void show_help(void) {
-    for (int i = 0; i <= LEAVE; i++) fprintf(stderr, "%s%s\n", commands[i].name, commands[i].help);
-    fputs("A PATH with spaces stands in quotes. A line that ends in \\ continues in the\n"
-          "next. A pasted text waits for Enter. Ctrl-C stops an answer, or clears what is\n"
-          "typed. For line editing and history, start the program with rlwrap before it.\n"
-          "Thinking is chosen at the start: -r 1, or -r 0.\n", stderr);
-}
-
 // Sends TEXT, an empty line and a file. `text` is "PATH TEXT", the end of e->input. ~/ is $HOME.
 static void send_file(Engine *e, Bytes text) {
     Buffer *message = &e->input;
@@ -4282,7 +4275,7 @@ static bool run_message(Engine *e) {
     else if (command == N_COMMANDS)
         report("%.*s: no such command, /help shows them", (int)word.n, word.p);
     else if (rest.n) report("%.*s takes no text, nothing was sent", (int)word.n, word.p);
-    else if (command == HELP) show_help();
+    else if (command == HELP) fputs(help, stderr);
     else if (command == CLEAR) conversation_drop(talk, e->options.system != NULL, talk->n);
     else if (command >= LEAVE) return false;
     else if (talk->n < 2) notice("/retry: there is no answer yet");
@@ -4330,7 +4323,7 @@ static void choose_sampling(Engine *e) {
     if (o->top_p >= 0) s->top_p = o->top_p;
     if (o->top_k >= 0) s->top_k = o->top_k;
     if (o->presence >= 0 || s->temperature == 0) s->presence = fmaxf(o->presence, 0);
-    e->rng = o->seed;
+    s->rng = o->seed;
 }
 
 // Prepares the places for texts. Answers go to stdout, or in a list into `out`.
