@@ -3987,8 +3987,8 @@ static bool respond(Engine *e) {
     if (chooses(e) && t->ending == COMPLETE) write_choices(t);
     else writer_end(t->writer);
     report_answer(e, t);
-    // What was drawn, but not written because of -x TEXT, is taken back: the last ids. If TEXT begins
-    // inside a token, that token's bytes before TEXT become the message's text.
+    // What was drawn, but not written because of -x TEXT, is taken back: the last ids. If TEXT
+    // begins inside a token, that token's bytes before TEXT become the message's text.
     for (size_t lost, *cut = &t->writer->cut; *cut > 0; *cut -= lost) {
         const int id = message->ids.p[--message->ids.n];
         const Bytes text = tok->kind[id] & SPECIAL ? (Bytes){0} : tok->text[id];
