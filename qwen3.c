@@ -2287,12 +2287,13 @@ static const struct {
     bool has_answers;        // tokens are drawn
     size_t least;            // the fewest tokens of a text
     const char *members[7];  // that add_result adds to a list's object, in this order, then NULL
+    const char *idle;        // letters of options that have no effect: a notice
 } modes[] = {
-    [CHAT] = {"chat", true, 1, {"answer", "end", REASON}},
-    [GENERATE] = {"generate", true, 1, {"answer", "end", REASON}},
-    [TOKENIZE] = {"tokenize", false, 0, {"ids", REASON}},
-    [PERPLEXITY] = {"perplexity", false, 2, {"tokens", "nll", "ppl", REASON}},
-    [EMBED] = {"embed", false, 1, {"vector", REASON}},
+    [CHAT] = {"chat", true, 1, {"answer", "end", REASON}, ""},
+    [GENERATE] = {"generate", true, 1, {"answer", "end", REASON}, "yr"},
+    [TOKENIZE] = {"tokenize", false, 0, {"ids", REASON}, "yrtpkaexsn"},
+    [PERPLEXITY] = {"perplexity", false, 2, {"tokens", "nll", "ppl", REASON}, "yrtpkaexsn"},
+    [EMBED] = {"embed", false, 1, {"vector", REASON}, "yrtpkaexsn"},
     [CHOICES] = {NULL, true, 1, {"choice", "p", "mass", REASON}},
     [OWN_CHOICES] = {NULL, true, 1, {"choice", "p", "mass", "nll", "tokens", REASON}}};
 
@@ -2345,7 +2346,6 @@ typedef struct {
     char letter;
     enum { TEXT, MODE, INTEGER, REAL, SEED } type;
     size_t place;           // in Options
-    enum { ALWAYS, ANSWERS, CHATS } counts;  // where (chats have answers): else a notice
     double low, high;       // limits of the value; of a TEXT or SEED, of its number of bytes
     const char *expected;   // what the value should be; NULL: a number from low to high
     const char *others;     // what other programs call it, each name between spaces
@@ -2355,33 +2355,31 @@ typedef struct {
 enum { LONGEST_PATH = 4000 };
 
 static const Option options[] = {  // those with a value
-    {'i', TEXT, PLACE(text), ALWAYS, 0, INT_MAX, NULL, " prompt input "},
-    {'f', TEXT, PLACE(file), ALWAYS, 1, LONGEST_PATH, "a file's name, or -", " file prompt-file "},
-    {'l', TEXT, PLACE(list), ALWAYS, 1, LONGEST_PATH, "a file's name, or -", " list batch "},
-    {'L', TEXT, PLACE(list), ALWAYS, 1, LONGEST_PATH, "a file's name, or -", ""},
-    {'w', TEXT, PLACE(out), ALWAYS, 1, LONGEST_PATH, "a file's name", " output output-file "},
-    {'m', MODE, PLACE(mode), ALWAYS, 0, N_MODES - 1,
+    {'i', TEXT, PLACE(text), 0, INT_MAX, NULL, " prompt input "},
+    {'f', TEXT, PLACE(file), 1, LONGEST_PATH, "a file's name, or -", " file prompt-file "},
+    {'l', TEXT, PLACE(list), 1, LONGEST_PATH, "a file's name, or -", " list batch "},
+    {'L', TEXT, PLACE(list), 1, LONGEST_PATH, "a file's name, or -", ""},
+    {'w', TEXT, PLACE(out), 1, LONGEST_PATH, "a file's name", " output output-file "},
+    {'m', MODE, PLACE(mode), 0, N_MODES - 1,
      "chat, generate, embed, tokenize or perplexity (MODEL goes without -m)", " mode "},
-    {'y', TEXT, PLACE(system), CHATS, 0, INT_MAX, NULL, " system system-prompt sys "},
-    {'r', INTEGER, PLACE(think), CHATS, 0, INT_MAX,
+    {'y', TEXT, PLACE(system), 0, INT_MAX, NULL, " system system-prompt sys "},
+    {'r', INTEGER, PLACE(think), 0, INT_MAX,
      "0 (off), 1 (on) or N (on, for at most N tokens)", " reasoning-budget thinking-budget "},
-    {'o', TEXT, PLACE(answers), ALWAYS, 0, INT_MAX, NULL, " choices "},
-    {'t', REAL, PLACE(temperature), ANSWERS, 0, 1000, NULL, " temp temperature "},
-    {'p', REAL, PLACE(top_p), ANSWERS, 1e-30, 1, "above 0 and up to 1 (a prompt goes with -i)",
-     " top-p "},
-    {'k', INTEGER, PLACE(top_k), ANSWERS, 0, INT_MAX, NULL, " top-k "},
-    {'a', REAL, PLACE(presence), ANSWERS, 0, 2, NULL, " presence-penalty "},
-    {'e', REAL, PLACE(repetition), ANSWERS, 0.01, 100, NULL, " repeat-penalty repetition-penalty "},
-    {'x', TEXT, PLACE(stop), ANSWERS, 1, INT_MAX, "a text, not empty", " stop reverse-prompt "},
-    {'s', SEED, PLACE(seed), ANSWERS, 0, INT_MAX, "a 64-bit integer", " seed "},
-    {'n', INTEGER, PLACE(n), ANSWERS, -1, INT_MAX, NULL,
+    {'o', TEXT, PLACE(answers), 0, INT_MAX, NULL, " choices "},
+    {'t', REAL, PLACE(temperature), 0, 1000, NULL, " temp temperature "},
+    {'p', REAL, PLACE(top_p), 1e-30, 1, "above 0 and up to 1 (a prompt goes with -i)", " top-p "},
+    {'k', INTEGER, PLACE(top_k), 0, INT_MAX, NULL, " top-k "},
+    {'a', REAL, PLACE(presence), 0, 2, NULL, " presence-penalty "},
+    {'e', REAL, PLACE(repetition), 0.01, 100, NULL, " repeat-penalty repetition-penalty "},
+    {'x', TEXT, PLACE(stop), 1, INT_MAX, "a text, not empty", " stop reverse-prompt "},
+    {'s', SEED, PLACE(seed), 0, INT_MAX, "a 64-bit integer", " seed "},
+    {'n', INTEGER, PLACE(n), -1, INT_MAX, NULL,
      " n-predict predict num-predict max-tokens max-new-tokens max-completion-tokens "},
-    {'c', INTEGER, PLACE(context), ALWAYS, 0, INT_MAX, NULL,
-     " ctx-size num-ctx context max-model-len "},
-    {'C', INTEGER, PLACE(cache_bits), ALWAYS, 8, 32, "8 or 32",
+    {'c', INTEGER, PLACE(context), 0, INT_MAX, NULL, " ctx-size num-ctx context max-model-len "},
+    {'C', INTEGER, PLACE(cache_bits), 8, 32, "8 or 32",
      " cache-type-k cache-type-v ctk ctv kv-cache-dtype cache-bits kv-bits "},
-    {'b', INTEGER, PLACE(batch), ALWAYS, 1, 512, NULL, " batch-size "},
-    {'j', INTEGER, PLACE(threads), ALWAYS, 1, 1024, NULL, " threads "},
+    {'b', INTEGER, PLACE(batch), 1, 512, NULL, " batch-size "},
+    {'j', INTEGER, PLACE(threads), 1, 1024, NULL, " threads "},
 };
 enum { N_OPTIONS = sizeof(options) / sizeof(*options) };
 
@@ -3718,12 +3716,12 @@ static void check_blanks(Engine *e) {
 }
 
 // Says which options have no effect here, and which texts were hardly meant as they are.
-static void check_options(Engine *e, unsigned counts) {
+static void check_options(Engine *e) {
     const Options *o = &e->options;
     for (const Option *option = options; option < options + N_OPTIONS; option++) {
         const char letter = option->letter, *const place = (const char *)o + option->place;
         const char *text = strchr("ixyo", letter) ? *(const char *const *)place : NULL;
-        if (o->given[(uint8_t)letter] && option->counts > counts)
+        if (o->given[(uint8_t)letter] && strchr(modes[e->mode].idle, letter))
             notice("-%c: no effect with -m %s", letter, modes[e->mode].name);
         if (text && strchr("iy", letter) && S_ISREG(file_mode(text + (*text == '@'))))
             warn("-%c: the name of a file, taken as text; %s reads it", letter,
@@ -3738,7 +3736,6 @@ static void give_notices(Engine *e) {
     const Options *o = &e->options;
     const Mode mode = e->mode;
     const bool chat = mode == CHAT, piped = o->file ? !strcmp(o->file, "-") : !o->text;
-    const unsigned counts = chat ? CHATS : modes[mode].has_answers ? ANSWERS : ALWAYS;
     if (o->given['v'] && mode != TOKENIZE && e->prompt.n) {
         fputs("prompt ids:", stderr);
         for (size_t i = 0; i < e->prompt.n; i++) fprintf(stderr, " %d", e->prompt.p[i]);
@@ -3762,7 +3759,7 @@ static void give_notices(Engine *e) {
         warn("-m embed: poor vectors, this is no embedding model; expected one");
     if (chat && o->think >= 0 && !(e->can_switch || (o->think > 1 && e->may_think)))
         notice("-r: no effect, this model's thinking can't be switched");
-    check_options(e, counts);
+    check_options(e);
     if (mode == PERPLEXITY && !o->list && e->prompt.n > (size_t)e->model.context)
         notice("text: %zu tokens are scored in pieces of %d (-c)", e->prompt.n, e->model.context);
     if (chat && (e->switched_on || e->thinks) && e->sampling.temperature == 0)
