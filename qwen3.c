@@ -2120,9 +2120,8 @@ INLINE Char code_point_at(Bytes text, size_t at) {
     int i = 1;
     while (i < n && at + i < text.n && (p[i] & 0xC0) == 0x80) c = c << 6 | (p[i++] & 0x3F);
     const bool stray = i < n || (n == 1 && c >= 0x80);
-    if (stray || c < least[n] || c >= BAD_BYTE || (c >= 0xD800 && c < 0xE000))
-        return (Char){.c = BAD_BYTE + p[0], .n = 1};
-    return (Char){.c = c, .n = n};
+    const bool bad = stray || c < least[n] || c >= BAD_BYTE || (c >= 0xD800 && c < 0xE000);
+    return bad ? (Char){.c = BAD_BYTE + p[0], .n = 1} : (Char){.c = c, .n = n};
 }
 
 // Returns whether these 1 to 3 bytes begin a character of more bytes.
@@ -2383,9 +2382,6 @@ static const Option options[] = {  // those with a value
 };
 enum { N_OPTIONS = sizeof(options) / sizeof(*options) };
 
-static bool is_json(const Options *o) { return o->given['L']; }  // the list's lines
-static bool is_seeded(const Options *o) { return o->given['s'] || o->out; }  // not by the clock
-
 static const struct { const char *others, *here; } hints[] = {
     {" model model-path ", "MODEL without an option"}, {" quiet silent ", "-q"},
     {" think thinking enable-thinking reasoning ", "-r 1, or -r N for at most N tokens"},
@@ -2456,7 +2452,7 @@ static void set_option(Options *o, const Option *option, const char *value) {
 static void check_answers(Options *o) {
     const char *text = o->answers;
     o->member = *text == '@' && !strchr(text, '|') ? text + 1 : NULL;
-    if (o->member && (!is_json(o) || !*o->member))
+    if (o->member && (!o->given['L'] || !*o->member))
         die_usage("-o %s: expected -L FILE, whose objects have this member", text);
     if (o->mode >= 0 && !modes[o->mode].has_answers)
         die_usage("-o: -m %s has no answers", modes[o->mode].name);
@@ -4812,7 +4808,7 @@ static const char *take_line(List *l, Bytes line) {
     Json j = {.rest = line, .n = line.n, .text = &l->e->input, .tok = &l->e->tokenizer};
     conversation_drop(talk, 0, talk->n);
     if (chat && o->system) conversation_add(talk, SYSTEM, bytes(o->system));
-    if (is_json(o)) json_line(&j, chat ? talk : NULL, l->e->kind, line_of(l, l->read));
+    if (o->given['L']) json_line(&j, chat ? talk : NULL, l->e->kind, line_of(l, l->read));
     else check_plain(l, j);
     const bool opens = memchr("[{", *line.p, 2);
     const bool cut = j.error && strstr(j.error, "JSON") && strstr(j.error, "found the end");
@@ -4827,7 +4823,7 @@ static const char *take_line(List *l, Bytes line) {
                l->read + 1, (int)j.ignored.n - 2, j.ignored.p + 2);
     free(j.ignored.p);
     if (j.error || messages) return j.error;
-    if (is_json(o)) line = bytes_of(j.text);
+    if (o->given['L']) line = bytes_of(j.text);
     Buffer *text = &conversation_add(talk, USER, bytes(o->text ? o->text : ""))->text;
     if (o->text) buffer_add(text, bytes("\n\n"));
     buffer_add(text, line);
@@ -4865,11 +4861,11 @@ static void add_line(List *l, Bytes line) {
     Engine *e = l->e;
     const Options *o = &e->options;
     const size_t number = l->read;
-    if (!is_json(o)) check_utf8(e, l->in.name, number + 1, line);
+    if (!o->given['L']) check_utf8(e, l->in.name, number + 1, line);
     if (number == l->in_file && number)
         notice("%s: %zu lines are there, goes on with line %zu; a change before the last %d is not "
                "seen", o->out, number, number + 1, KNOWN_AGAIN);
-    if (number == l->in_file && draws_ids(e) && !quiet && !is_seeded(o))
+    if (number == l->in_file && draws_ids(e) && !quiet && !o->given['s'] && !o->out)
         fprintf(stderr, "seed %llu\n", o->seed);
     const char *error = encode_line(l, chop(line));
     if (interrupted) return;
@@ -4939,7 +4935,7 @@ static int report_list(const List *l) {
     if (interrupted)
         notice("list: %zu lines are written; the same command%s%s goes on%s", lines,
                o->out ? "" : " with -w FILE for > FILE",
-               draws_ids(l->e) && !is_seeded(o) ? say(" and -s %llu", o->seed) : "",
+               draws_ids(l->e) && !o->given['s'] && !o->out ? say(" and -s %llu", o->seed) : "",
                file_size(l->in.fd) ? "" : ", if the pipe gives the same lines again");
     if (quiet || had_all) return status;
     fprintf(stderr, "%zu texts in %.1f s, prompts %zu tokens (%zu cached)", n, seconds,
