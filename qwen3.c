@@ -2628,7 +2628,7 @@ static void go_back(Engine *e, Text *t, size_t n) { (void)e, (void)n, t->n_run =
 static void keep_text(Engine *e, Text *t) { (void)e, (void)t; }
 static void start_texts(Engine *e) { (void)e; }
 static float *logits_at_end(Engine *e, Text *t) { return (void)t, e->model.state.logits; }
-static void prepare_passes(Engine *e, int context) { (void)e, (void)context; }
+static void prepare_passes(Engine *e, int context) { (void)context, state_init(&e->model); }
 
 static bool run_pass(Engine *e) {
     Text *t = e->order[0];
@@ -3053,6 +3053,10 @@ static void end_pass(void *arg) {
 static float *logits_at_end(Engine *e, Text *t) { return logits_of(e, t->slot->first); }
 
 static void prepare_passes(Engine *e, int context) {
+    const int batch = e->options.batch;
+    // Rows of logits in a pass: one for each text, or many of a text that is scored
+    const int rows = min_int(e->mode == PERPLEXITY ? 128 : MOST_TEXTS, batch);
+    if (!e->pass) e->pass = pass_init(&e->model, batch, rows, e->most_texts);  // tests bring theirs
     const int n = count_blocks(e, context);
     e->n_unused = e->pass->n_blocks;
     e->users = alloc(e->pass->n_blocks, sizeof(int), "the texts");
@@ -4324,7 +4328,7 @@ static void prepare_places(Engine *e) {
     const size_t vocab_size = e->tokenizer.vocab_size;
     const bool list = e->options.list;
     choose_sampling(e);
-    if (e->pass) prepare_passes(e, e->model.context);  // not to tokenize
+    if (e->mode != TOKENIZE) prepare_passes(e, e->model.context);
     for (int i = 0; i < e->most_texts; i++) {
         Text *t = e->order[i] = &e->places[i];
         t->slot = &e->slots[i];
@@ -4376,7 +4380,7 @@ static int choose_context(const Engine *e) {
     return context;
 }
 
-// In this order: the context needs the mode and the cache's bits, a pass the context and texts.
+// In this order: the context needs the mode and the cache's bits.
 static void load_model(Engine *e) {
     const Options *o = &e->options;
     Config *c = &e->model.config;
@@ -4400,13 +4404,6 @@ static void load_model(Engine *e) {
     e->model.context = choose_context(e);
     if (e->mode == TOKENIZE) return;
     start_threads(o->threads > 0 ? o->threads : cpu_count());
-#ifdef PLAIN
-    state_init(&e->model);
-#else
-    // Rows of logits in a pass: one for each text, or many of a text that is scored
-    const int rows = min_int(e->mode == PERPLEXITY ? 128 : MOST_TEXTS, o->batch);
-    e->pass = pass_init(&e->model, o->batch, rows, e->most_texts);
-#endif
     prepare_answers(e);
 }
 

@@ -60,6 +60,7 @@ int main(int argc, char **argv) {
     engine.options = (Options){.model = argc == 3 ? argv[1] : "tests/tiny/tiny.bin", .mode = GENERATE,
                             .context = -1, .batch = MOST_TOKENS};
     load_model(&engine);
+    prepare_places(&engine);
     encode_raw(&engine.tokenizer, bytes(argv[argc - 1]), &ids);
     const int n = (int)ids.n, n_layers = m->config.n_layers;
     if (n < 1 || n > MOST_TOKENS) die("TEXT: expected 1 to %d tokens, found %d", MOST_TOKENS, n);

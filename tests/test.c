@@ -2005,6 +2005,7 @@ int main(int argc, char **argv) {
     quiet = rendering;
     load_model(&engine);
     engine.model.state.delta = alloc(state_size(&engine.model.config), sizeof(float), "a test");
+    if (scoring) prepare_places(&engine);
     if (scoring) return print_logits(engine.pass);
     return rendering ? print_prompt(&engine) : print_tokens(&engine.tokenizer);
 }
