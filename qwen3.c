@@ -5009,7 +5009,8 @@ static List *open_list(Engine *e) {
     if (l->in.fd < 0) die("%s: %s", l->in.name, strerror(errno));
     if (file) open_out(l);
     if (same_file(l->in.fd, STDOUT_FILENO))
-        die("%s: is the list and %s, expected another FILE", l->in.name, file ? "-w's" : "stdout");
+        die("%s: is the list and %s, expected another FILE", file ? file : l->in.name,
+            file ? "-w's" : "stdout");
     const size_t skipped = l->in_file - min_size(l->in_file, KNOWN_AGAIN);
     for (Bytes line; l->read < skipped && next_line(&l->in, &line, true); l->read++) l->written++;
     return l;
