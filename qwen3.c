@@ -2593,7 +2593,7 @@ typedef struct Engine {  // the program's state
     size_t reserve;    // with -o: tokens that must fit after that text's prompt
     // Many texts at once only:
     double *row_nll;   // (logit_rows) -log(probability) of the id after each, if it is there
-    Kept kept[2 * MOST_TEXTS + 2];  // the last ones make room first: see keep_text
+    Kept kept[MOST_TEXTS + 4];  // the last one makes room first: see keep_text
     int n_kept;
     int *users;        // (Pass.n_blocks) how many texts that run, and Kepts, have this block
     int n_unused;      // blocks that nobody has
@@ -2610,13 +2610,7 @@ typedef struct Engine {  // the program's state
     bool gave_notices, gave_not_utf8, gave_escape, gave_blank_choice, gave_blank_prompt;  // once
 } Engine;
 
-static bool has_state(const Engine *e) { return state_size(&e->model.config) > 0; }
 static bool chooses(const Engine *e) { return e->kind >= CHOICES; }  // among given answers (-o)
-
-// Returns how many Kepts there are. With states, some are at marks that texts share.
-static int count_kept(const Engine *e) {
-    return e->most_texts + (has_state(e) && e->most_texts > 1 ? 4 : 1);
-}
 
 // With -DPLAIN the next six functions differ. go_back makes n_run n or less, with -DPLAIN 0: the
 // ids from n_run on run again. keep_text keeps what ran of a text that ends, for later ones.
@@ -2670,6 +2664,8 @@ static bool run_pass(Engine *e) {
 #define guess_any(e, t, count, from) (from)  // theirs guesses ids that nobody found
 #endif
 
+static bool has_state(const Engine *e) { return state_size(&e->model.config) > 0; }
+
 static void add_block(Engine *e, Blocks *blocks, int block) {
     e->n_unused -= e->users[block]++ == 0;
     blocks->p[blocks->n++] = block;
@@ -2716,52 +2712,58 @@ static void use_kept(Engine *e, Kept *kept) {
     e->kept[0] = used;
 }
 
-// What ran of a text becomes a Kept, in place of one that begins it, or else of the last one, which
-// was used the longest time ago. If it begins one before the last, that Kept stays as it is. With
-// states, only a Kept of the same ids counts as either, and what a list's text leaves when it ends
-// is the next to make room, because others part from it before its end.
+// What ran of a text becomes a Kept, in place of the one that was used the longest time ago. With
+// states, what a list's text leaves when it ends is the next to make room, because others part from
+// it before its end.
 static void keep_text(Engine *e, Text *t) {
     Blocks *blocks = &t->slot->own.blocks;
-    Kept *kept = e->kept, *last = e->kept + e->n_kept - 1;
+    Kept *last = &e->kept[e->n_kept - 1], old = *last;
     const size_t n = has_state(e) && e->stopped ? 0 : t->n_run;
     cut_blocks(e, blocks, count_blocks(e, n));
     if (n == 0) return;
-    for (; kept < last; kept++) {
-        const size_t same = has_state(e) && kept->n != n ? 0 : min_size(kept->n, n);
-        if (same > 0 && memcmp(kept->ids, t->ids.p, same * sizeof(int)) == 0) break;
-    }
-    if (kept == last || kept->n < n) {
-        Kept old = *kept;
-        *kept = (Kept){.ids = old.ids, .n = n, .blocks = *blocks, .state = t->slot->own.state};
-        memcpy(kept->ids, t->ids.p, n * sizeof(int));
-        *blocks = old.blocks;
-        t->slot->own.state = old.state;
-    }
+    *last = (Kept){.ids = old.ids, .n = n, .blocks = *blocks, .state = t->slot->own.state};
+    memcpy(last->ids, t->ids.p, n * sizeof(int));
+    *blocks = old.blocks;
+    t->slot->own.state = old.state;
     cut_blocks(e, blocks, 0);
-    if (!has_state(e) || t->ending == GOES_ON || e->most_texts == 1) use_kept(e, kept);
+    if (!has_state(e) || t->ending == GOES_ON || e->most_texts == 1) use_kept(e, last);
 }
 
-// Takes blocks from Kepts until n are unused. Returns false if they are fewer.
-static bool free_blocks(Engine *e, int n) {
-    for (int i = e->n_kept - 1; i >= 0 && e->n_unused < n; i--) {
-        cut_blocks(e, &e->kept[i].blocks, 0);
+// Adds n unused blocks, which Kepts may lose. Returns false, and adds none, if fewer than `spare`
+// would stay unused. Even then, Kepts have lost theirs.
+static bool add_unused(Engine *e, Blocks *blocks, int n, int spare) {
+    for (int i = e->n_kept - 1; i >= 0 && e->n_unused < n + spare; i--) {
+        if (e->kept[i].n) cut_blocks(e, &e->kept[i].blocks, 0);  // not of one that is being made
         e->kept[i].n = 0;
     }
-    return e->n_unused >= n;
+    if (e->n_unused < n + spare) return false;
+    for (int block = 0; n > 0; block++) {
+        if (e->users[block]) continue;
+        add_block(e, blocks, block);
+        n--;
+    }
+    return true;
 }
 
-// Gives a text the blocks that it lacks for its ids and `more`. Returns false, and gives none, if
-// fewer than `spare` would stay unused. Even then, Kepts may have lost theirs.
+// Gives a text the blocks that it lacks for its ids and `more`, as add_unused does.
 static bool take_blocks(Engine *e, Text *t, int more, int spare) {
     const size_t n = min_size(t->ids.n + more, t->context);  // the last id may not fit, nor run
     Blocks *blocks = &t->slot->own.blocks;
-    int lacks = count_blocks(e, n) - blocks->n;
-    if (!free_blocks(e, lacks + spare)) return false;
-    for (int block = 0; lacks > 0; block++) {
-        if (e->users[block]) continue;
-        add_block(e, blocks, block);
-        lacks--;
+    return add_unused(e, blocks, count_blocks(e, n) - blocks->n, spare);
+}
+
+// Fills empty blocks with what ran of n ids: whole ones are shared, the one that n cuts is copied.
+// Returns false, and leaves them empty, if there is none for it.
+static bool share_blocks(Engine *e, Blocks *blocks, Blocks from, size_t n) {
+    const int whole = (int)(n / e->pass->block_len);
+    while (blocks->n < whole) add_block(e, blocks, from.p[blocks->n]);
+    if (count_blocks(e, n) == whole) return true;
+    if (!add_unused(e, blocks, 1, 0)) {
+        cut_blocks(e, blocks, 0);
+        return false;
     }
+    cache_copy(e->pass, blocks->p[whole], from.p[whole]);  // still there, if a Kept has lost it now
+    check_copy(e, blocks->p[whole], from.p[whole]);
     return true;
 }
 
@@ -2786,12 +2788,6 @@ static Kept find_beginning(Engine *e, const Text *t) {
     return best;
 }
 
-// The blocks of a text that has to wait go to a Kept.
-static void stop_text(Engine *e, Text *t) {
-    keep_text(e, t);
-    t->n_run = 0;
-}
-
 static void copy_state(const Engine *e, float *to, const float *from) {
     memcpy(to, from, state_size(&e->model.config) * sizeof(float));
     check_state_copy(to, from);
@@ -2801,63 +2797,54 @@ static void copy_state(const Engine *e, float *to, const float *from) {
 // false, and gives nothing, if fewer than `spare` blocks would stay unused.
 static bool begin_text(Engine *e, Text *t, Kept from, int spare) {
     Slot *slot = t->slot;
-    Blocks *blocks = &slot->own.blocks;
-    const size_t len = e->pass->block_len, size = state_size(&e->model.config);
-    const size_t some = give_up(from.n), n = size && some < from.n ? 0 : some;
-    const int whole = (int)(n / len);
-    while (blocks->n < whole) add_block(e, blocks, from.blocks.p[blocks->n]);
-    t->n_run = size ? 0 : whole * len;  // what stop_text would keep
+    const size_t some = give_up(from.n), n = has_state(e) && some < from.n ? 0 : some;
+    if (!share_blocks(e, &slot->own.blocks, from.blocks, n)) return false;
+    t->n_run = has_state(e) ? 0 : n;  // what is kept if it can't begin yet
     if (!take_blocks(e, t, 0, spare)) {
-        stop_text(e, t);
+        keep_text(e, t);
+        t->n_run = 0;
         return false;
     }
-    if (n % len) {  // take_blocks may have taken this block from the Kept: it is still unchanged
-        cache_copy(e->pass, blocks->p[whole], from.blocks.p[whole]);
-        check_copy(e, blocks->p[whole], from.blocks.p[whole]);
-    }
-    if (n && size) copy_state(e, slot->own.state, from.state);
+    if (n && has_state(e)) copy_state(e, slot->own.state, from.state);
     t->n_run = n;
     return true;
 }
 
-// Marks where others part from a text, unless its mark is still to come: after the `same` ids of
-// one of them; or earlier, but not before half of these, where the first text that waits parts.
-static void set_mark(Engine *e, const Text *t, size_t same) {
-    size_t *mark = &t->slot->marks[0];
-    if (*mark > t->n_run) return;
-    *mark = same;
-    for (int i = e->n_running; i < e->n_texts; i++) {
-        const size_t n = count_common(e->order[i], t->ids.p, t->ids.n);
-        if (2 * n >= same && n < *mark) *mark = n;
+// Marks where others may go on from a text that starts: where the first of them parts from it, a
+// block or more after what it took, but not before half of what any of them has in common with it.
+static void set_mark(Engine *e, const Text *t) {
+    const size_t least = t->n_run + e->pass->block_len;
+    size_t *mark = &t->slot->marks[0], most = 0;
+    *mark = 0;
+    for (int i = 0; i < e->n_kept + e->n_texts; i++) {
+        const Text *other = i < e->n_kept ? NULL : e->order[i - e->n_kept];
+        const size_t same = other ? count_common(t, other->ids.p, other->ids.n)
+                                  : count_common(t, e->kept[i].ids, e->kept[i].n);
+        if (other == t || same < least) continue;
+        if (same > most) most = same;
+        if (2 * *mark < same || (same < *mark && 2 * same >= most)) *mark = same;
     }
 }
 
 // Returns true if a text will soon have run a block more of t's ids than the n it can take now.
-static bool should_wait(Engine *e, const Text *t, size_t n) {
-    const size_t more = n + e->pass->block_len;
+static bool should_wait(const Engine *e, const Text *t, size_t n) {
     for (int i = 0; i < e->n_running; i++) {
         const Text *other = e->order[i];
-        const size_t same = count_common(t, other->ids.p, other->ids.n), *mark = other->slot->marks;
-        if (same < more) continue;
-        if (!has_state(e)) return true;
-        set_mark(e, other, same);
-        if (*mark > other->n_run && *mark >= more && *mark <= same) return true;
+        const size_t same = count_common(t, other->ids.p, other->ids.n);
+        const size_t end = has_state(e) ? other->slot->marks[0] : same;
+        if (end >= n + e->pass->block_len && end <= same && end > other->n_run) return true;
     }
     return false;
 }
 
 // Starts the first text that waits. Returns false if it goes on waiting, for another text or for
 // blocks: beside its own, one must be left for it and for each text that runs. Alone it takes all.
-// Where it parts from a Kept whose state it could not take, the next text may part, too.
 static bool start_text(Engine *e) {
     Text *t = e->order[e->n_running];
     const Kept from = find_beginning(e, t);
     if (should_wait(e, t, from.n)) return false;
     if (!begin_text(e, t, from, e->n_running ? e->n_running + 1 : 0)) return false;
-    for (int i = 0; has_state(e) && i < e->n_kept; i++) {
-        const size_t same = count_common(t, e->kept[i].ids, e->kept[i].n);
-        if (same >= t->n_run + e->pass->block_len) set_mark(e, t, same);
-    }
+    if (has_state(e)) set_mark(e, t);
     if (!t->slot->waited) t->slot->cached = t->n_run;
     e->n_running++;
     return true;
@@ -2879,7 +2866,8 @@ static void schedule(Engine *e) {
         while (i < e->n_running && !take_blocks(e, e->order[i], 0, 0)) {
             Text *youngest = e->order[--e->n_running];
             youngest->slot->waited = true;
-            stop_text(e, youngest);
+            keep_text(e, youngest);
+            youngest->n_run = 0;
         }
     }
 }
@@ -2902,15 +2890,14 @@ static void schedule(Engine *e) {
 enum { NGRAM = 5, DRAFT_COST = 20, MOST_CREDIT = 40 * DRAFT_COST };
 
 // Guesses up to `most` ids after a text: those after the latest place where its last ids stand. The
-// context and the unused blocks limit them. A draft that reaches its own first ids copies these.
-// None begins at a mark, because a Kept gets the state there.
+// context, -n and the unused blocks limit them. A draft that reaches its own first ids copies these.
 static void draft_text(Engine *e, Text *t, int most) {
     int *ids = t->ids.p;
-    const size_t n = t->ids.n, size = NGRAM * sizeof(int), *marks = t->slot->marks;
+    const size_t n = t->ids.n, size = NGRAM * sizeof(int), end = min_size(t->context, t->max_ids);
     const size_t room = (size_t)(t->slot->own.blocks.n + e->n_unused) * e->pass->block_len;
-    const int count = min_int(most, (int)min_size(t->context, room) - (int)n);
+    const int count = min_int(most, (int)min_size(end, room) - (int)n);
     size_t from = n - 1;  // the draft begins with ids[from]
-    if (count < 1 || e->credit < 0 || n == marks[0] || n == marks[1]) return;
+    if (count < 1 || e->credit < 0) return;
     while (from >= NGRAM && memcmp(ids + from - NGRAM, ids + n - NGRAM, size) != 0) from--;
     from = guess_any(e, t, count, from);
     if (from < NGRAM) return;
@@ -2955,22 +2942,12 @@ static float *save_at(Engine *e, const Text *t, size_t n) {
     return e->kept[0].state;
 }
 
-// Completes a Kept whose state the last pass has saved.
-static void finish_kept(Engine *e, Kept *kept) {
-    const size_t len = e->pass->block_len, n = kept->mark;
+// Completes a Kept whose state the last pass has saved, if it ran.
+static void finish_kept(Engine *e, Kept *kept, bool ran) {
     const Text *t = kept->from;
     kept->from = NULL;
-    if (!t || e->stopped || !free_blocks(e, n % len > 0)) return;
-    const int *theirs = t->slot->own.blocks.p, whole = (int)(n / len);
-    while (kept->blocks.n < whole) add_block(e, &kept->blocks, theirs[kept->blocks.n]);
-    if (n % len) {
-        int block = 0;
-        while (e->users[block]) block++;
-        add_block(e, &kept->blocks, block);
-        cache_copy(e->pass, block, theirs[whole]);
-        check_copy(e, block, theirs[whole]);
-    }
-    kept->n = n;
+    if (t && ran && share_blocks(e, &kept->blocks, t->slot->own.blocks, kept->mark))
+        kept->n = kept->mark;
 }
 
 // Makes the rows of the next pass and returns how many they are. Each text that runs gets one at
@@ -3062,7 +3039,7 @@ static void prepare_passes(Engine *e, int context) {
     e->users = alloc(e->pass->n_blocks, sizeof(int), "the texts");
     e->row_nll = alloc(e->pass->logit_rows, sizeof(double), "the texts");
     const size_t size = state_size(&e->model.config);
-    e->n_kept = count_kept(e);
+    e->n_kept = e->most_texts + (e->most_texts > 1 ? 4 : 1);  // four at marks that texts share
     for (int i = 0; i < e->n_kept; i++) {
         e->kept[i] = (Kept){.ids = alloc(context, sizeof(int), "the texts")};
         e->kept[i].blocks.p = alloc(n, sizeof(int), "the texts");
@@ -3080,19 +3057,16 @@ static bool run_pass(Engine *e) {
     draft_texts(e);
     const int n = make_rows(e);
     // Ctrl-C in a chat's prompt: what ran before this pass stays. (A pass with guesses is shorter.)
-    const bool saves = has_state(e) && e->mode == CHAT && e->most_texts == 1 &&
-        n > 2 * e->pass->draft_rows;
+    const bool saves = has_state(e) && e->dialogue && n > 2 * e->pass->draft_rows;
     if (saves) copy_state(e, e->before[0], e->order[0]->slot->own.state);
     check_rows(e, n);
     if (n == 0 && !interrupted)  // after Ctrl-C draw adds no id: then there is no row
         die("texts: %d wait and none can run; please report this", e->n_texts);
-    e->stopped = n > 0 && !forward_rows(e->pass, n);
-    for (int i = 0; i < e->n_kept; i++) finish_kept(e, &e->kept[i]);
-    if (n == 0 || e->stopped) {
-        if (saves) swap_states(e, 0);
-        e->stopped &= !saves;
-        return false;
-    }
+    const bool ran = n > 0 && forward_rows(e->pass, n);
+    for (int i = 0; i < e->n_kept; i++) finish_kept(e, &e->kept[i], ran);
+    if (saves && !ran) swap_states(e, 0);
+    e->stopped = n > 0 && !ran && !saves;
+    if (!ran) return false;
     for (int i = 0; i < e->n_running; i++) e->order[i]->n_run += e->order[i]->slot->rows;
     e->n_rows += n;
     if (e->pass->n_needed == 0) return true;
@@ -3606,10 +3580,9 @@ static Text *add_text(Engine *e, const Ids *prompt, uint64_t rng, bool goes_on) 
     if (e->mode == PERPLEXITY) t->ids.n = 1, next_piece(e, t);  // it begins with the last of ids
     writer_thinks(t->writer, slot->thinking);
     const bool may_think = e->may_think && !goes_on && o->n != 0 && n <= t->context;
-    size_t *mark = &slot->marks[0];  // the generation prompt: from there on the next turn differs
-    if (has_state(e) && e->mode == CHAT && !t->writer->to) *mark = n - 1;
+    size_t *mark = &slot->marks[1];  // the generation prompt: from there on the next turn differs
+    if (e->mode == CHAT && (chooses(e) || !t->writer->to)) *mark = n - 1;
     while (*mark > 0 && !(e->tokenizer.kind[prompt->p[*mark]] & SPECIAL)) --*mark;
-    if (chooses(e) && may_think) slot->marks[1] = n - 1;
     if (chooses(e) && !may_think) prepare_choices(e, t);
     return t;
 }
@@ -4397,7 +4370,7 @@ static void load_model(Engine *e) {
     e->kind = o->member ? OWN_CHOICES : o->answers ? CHOICES : (int)e->mode;
     e->most_texts = o->list || o->answers ? min_int(MOST_TEXTS, o->batch) : 1;
     const double states = memory_size() / 4 / sizeof(float) / fmax(state_size(c), 1) - 6;  // before
-    while (e->most_texts > 1 && e->most_texts + count_kept(e) > states) e->most_texts--;
+    while (e->most_texts > 1 && 2 * e->most_texts + 4 > states) e->most_texts--;
     c->cache_bits = o->cache_bits;
     if (c->cache_bits == 8 && c->head_dim % 16)
         die("-C 8: expected heads of a multiple of 16, found %d (%s)", c->head_dim, o->model);

@@ -991,7 +991,7 @@ static void test_draft(void) {
         Pass pass = {.block_len = 1};
         Engine e = {.pass = &pass, .users = users, .n_unused = limit == 1 ? most : 80 - n};
         Slot slot = {.own.blocks.p = blocks};
-        Text a = {.ids = {ids, n, 80}, .slot = &slot, .context = limit == 0 ? n + most : 80};
+        Text a = {.ids = {ids, n, 80}, .slot = &slot, .context = limit == 0 ? n + most : 80, .max_ids = 80};
         for (int i = 0; i < n; i++) ids[i] = below(2);
         e.n_unused += n;
         take_blocks(&e, &a, 0, 0);
@@ -1147,7 +1147,8 @@ static void test_stopped_prompt(void) {
     double took = 0;
     rng = 5;
     e = (Engine){.model = random_model(32, 64, DELTA), .tokenizer = {.vocab_size = 77, .think = -1, .end_think = -1,
-                 .text = alloc(77, sizeof(Bytes), "a test"), .kind = alloc(77, 1, "a test")}, .options.n = 1};
+                 .text = alloc(77, sizeof(Bytes), "a test"), .kind = alloc(77, 1, "a test")},
+                 .options.n = 1, .dialogue = true};
     e.model.context = 200;
     e.pass = random_pass(&e.model, 24);
     Sampler sampler = random_sampler(0, 1, 0);
@@ -1240,7 +1241,7 @@ static void test_texts_that_cannot_run(void) {
         dup2(ends[1], STDERR_FILENO);
         e.model = random_model(32, 8, QWEN3);
         e.pass = random_pass(&e.model, 4);
-        e.tokenizer.vocab_size = 77;
+        e.tokenizer = (Tokenizer){.vocab_size = 77, .kind = (uint8_t[77]){0}};
         start_engine(&e, &sampler);
         e.n_unused = 0;
         for (int i = 0; i < e.pass->n_blocks; i++) e.users[i] = 1;  // nobody gives them back
