@@ -2889,8 +2889,8 @@ static void schedule(Engine *e) {
 // before its guesses, and the right ones run again in the next pass, without new guesses.
 enum { NGRAM = 5, DRAFT_COST = 20, MOST_CREDIT = 40 * DRAFT_COST };
 
-// Guesses up to `most` ids after a text: those after the latest place where its last ids stand. The
-// context, -n and the unused blocks limit them. A draft that reaches its own first ids copies these.
+// Guesses up to `most` ids after a text: those after the latest place where its last ids stand. -n,
+// the context and the unused blocks limit them. A draft that reaches its own first ids copies these.
 static void draft_text(Engine *e, Text *t, int most) {
     int *ids = t->ids.p;
     const size_t n = t->ids.n, size = NGRAM * sizeof(int), end = min_size(t->context, t->max_ids);
