@@ -2532,8 +2532,7 @@ typedef struct Kept {  // what is kept of a text that ended or had to stop, or a
     size_t n;          // 0: nothing is kept
     Blocks blocks;     // with their keys and values
     float *state;      // of the delta layers after the last of them: it can't be cut
-    const Text *from;  // this pass saves the state of this text there,
-    size_t mark;       // after so many ids
+    const Text *from;  // of a Kept that is being made: this pass saves the state of this text there
 } Kept;
 
 typedef struct Slot {  // what Part II has of a text, beside Text
@@ -2599,7 +2598,7 @@ typedef struct Engine {  // the program's state
     int n_unused;      // blocks that nobody has
     bool stopped;      // Ctrl-C stopped the last pass: states of texts that ran belong to no ids
     int credit;        // of drafts: see there
-    float *before[MOST_TEXTS];  // (state_size) of the text at order[i], to go back to: swap_states
+    float *before[MOST_TEXTS];  // (state_size) of the text at order[i], to go back to
     // Prompts, and what was said of them:
     Conversation conversation;  // of a chat, or of a list's line
     Buffer input;      // the prompt's text, the message being typed, or a JSON line's last string
@@ -2733,7 +2732,8 @@ static void keep_text(Engine *e, Text *t) {
 // would stay unused. Even then, Kepts have lost theirs.
 static bool add_unused(Engine *e, Blocks *blocks, int n, int spare) {
     for (int i = e->n_kept - 1; i >= 0 && e->n_unused < n + spare; i--) {
-        if (e->kept[i].n) cut_blocks(e, &e->kept[i].blocks, 0);  // not of one that is being made
+        if (e->kept[i].from) continue;
+        cut_blocks(e, &e->kept[i].blocks, 0);
         e->kept[i].n = 0;
     }
     if (e->n_unused < n + spare) return false;
@@ -2767,17 +2767,16 @@ static bool share_blocks(Engine *e, Blocks *blocks, Blocks from, size_t n) {
     return true;
 }
 
-static Kept what_ran(const Text *t) {
-    return (Kept){t->ids.p, t->n_run, t->slot->own.blocks, t->slot->own.state, NULL, 0};
-}
-
 // Finds what a text can take the most ids from: a Kept, and this counts as its use, or a text that
 // runs. The result's n is the number of these ids: with a state, all that ran into it, or none.
 static Kept find_beginning(Engine *e, const Text *t) {
     Kept best = {0};
     int from = -1;
     for (int i = 0; i < e->n_kept + e->n_running; i++) {
-        Kept there = i < e->n_kept ? e->kept[i] : what_ran(e->order[i - e->n_kept]);
+        const Text *other = i < e->n_kept ? NULL : e->order[i - e->n_kept];
+        const Kept there = other ? (Kept){.ids = other->ids.p, .n = other->n_run,
+                                          .blocks = other->slot->own.blocks,
+                                          .state = other->slot->own.state} : e->kept[i];
         const size_t same = count_common(t, there.ids, there.n);
         if (same <= best.n || (has_state(e) && same < there.n)) continue;
         best = there;
@@ -2889,8 +2888,8 @@ static void schedule(Engine *e) {
 // before its guesses, and the right ones run again in the next pass, without new guesses.
 enum { NGRAM = 5, DRAFT_COST = 20, MOST_CREDIT = 40 * DRAFT_COST };
 
-// Guesses up to `most` ids after a text: those after the latest place where its last ids stand. -n,
-// the context and the unused blocks limit them. A draft that reaches its own first ids copies these.
+// Guesses up to `most` ids after a text: those after the latest place where its last ids stand. The
+// context, -n and unused blocks limit them. A draft that reaches its own first ids copies these.
 static void draft_text(Engine *e, Text *t, int most) {
     int *ids = t->ids.p;
     const size_t n = t->ids.n, size = NGRAM * sizeof(int), end = min_size(t->context, t->max_ids);
@@ -2935,9 +2934,8 @@ static float *save_at(Engine *e, const Text *t, size_t n) {
     if (!has_state(e) || (n != marks[0] && n != marks[1]) || kept->from) return NULL;
     cut_blocks(e, &kept->blocks, 0);
     memcpy(kept->ids, t->ids.p, n * sizeof(int));
-    kept->n = 0;
+    kept->n = n;
     kept->from = t;
-    kept->mark = n;
     use_kept(e, kept);
     return e->kept[0].state;
 }
@@ -2945,9 +2943,8 @@ static float *save_at(Engine *e, const Text *t, size_t n) {
 // Completes a Kept whose state the last pass has saved, if it ran.
 static void finish_kept(Engine *e, Kept *kept, bool ran) {
     const Text *t = kept->from;
+    if (t && !(ran && share_blocks(e, &kept->blocks, t->slot->own.blocks, kept->n))) kept->n = 0;
     kept->from = NULL;
-    if (t && ran && share_blocks(e, &kept->blocks, t->slot->own.blocks, kept->mark))
-        kept->n = kept->mark;
 }
 
 // Makes the rows of the next pass and returns how many they are. Each text that runs gets one at
@@ -2976,12 +2973,6 @@ static int make_rows(Engine *e) {
     return n;
 }
 
-static void swap_states(Engine *e, int i) {
-    float **own = &e->order[i]->slot->own.state, *state = *own;
-    *own = e->before[i];
-    e->before[i] = state;
-}
-
 static float *logits_of(const Engine *e, int row) {
     return e->pass->logits + (size_t)row * e->tokenizer.vocab_size;
 }
@@ -3003,7 +2994,7 @@ static void draw(Engine *e, int i) {
     }
     if (!has_state(e) || slot->right == slot->guesses) return;
     t->n_run -= slot->right;  // they run again
-    swap_states(e, i);
+    copy_state(e, slot->own.state, e->before[i]);
 }
 
 // Does what run_text does after forward(), for all texts: first for the rows whose next id is
@@ -3064,7 +3055,7 @@ static bool run_pass(Engine *e) {
         die("texts: %d wait and none can run; please report this", e->n_texts);
     const bool ran = n > 0 && forward_rows(e->pass, n);
     for (int i = 0; i < e->n_kept; i++) finish_kept(e, &e->kept[i], ran);
-    if (saves && !ran) swap_states(e, 0);
+    if (saves && !ran) copy_state(e, e->order[0]->slot->own.state, e->before[0]);
     e->stopped = n > 0 && !ran && !saves;
     if (!ran) return false;
     for (int i = 0; i < e->n_running; i++) e->order[i]->n_run += e->order[i]->slot->rows;
@@ -3494,13 +3485,11 @@ static bool start_choice(Engine *e, Text *t) {
     while ((slot->choice = asker->n_begun) < all->n) {
         const Choice *c = &all->p[asker->n_begun++];
         const size_t from = t->n_prompt - all->before;  // where c->ids begin in t->ids
-        size_t same = from;  // up to here t's ids are those already
         asker->drawn += c->n_tokens;
         t->nll = all->before ? 0 : asker->own.nll[slot->choice];
         if (c->ids.n == 1) continue;  // it is known
         t->target = t->n_prompt + (all->before == 0);
-        while (same + 1 < t->target && t->ids.p[same] == c->ids.p[same - from]) same++;
-        go_back(e, t, same);
+        go_back(e, t, from);
         t->ids.n = from;
         for (size_t i = 0; i < c->ids.n; i++) ids_add(&t->ids, c->ids.p[i]);
         return true;
