@@ -2646,9 +2646,8 @@ static bool run_pass(Engine *e) {
 // Kept itself. Later it runs again up to the last id that it drew (preemption by recomputation).
 //
 // The invariant: a row is written only into a block with one user, and what counts as run (n_run;
-// guesses do not) is never written again. So whoever shares a block finds in it what ran there. Two
-// texts share whole blocks; the block in which they begin to differ is copied. The contract: where
-// a text starts, or goes back, at most n ids count as run. The others run again: the same bits.
+// guesses do not) is never written again. So whoever shares a block finds in it what ran there. The
+// contract: where a text starts, or goes back, at most n ids count as run. The others run again.
 //
 // A state of delta layers can't be cut: it is taken whole, or not at all. So a Kept is also made at
 // marks, where texts will go on: where texts of a list part, before a chat's generation prompt
@@ -2810,18 +2809,16 @@ static bool begin_text(Engine *e, Text *t, Kept from, int spare) {
 }
 
 // Marks where others may go on from a text that starts: where the first of them parts from it, a
-// block or more after what it took, but not before half of what any of them has in common with it.
+// block or more after what it took.
 static void set_mark(Engine *e, const Text *t) {
     const size_t least = t->n_run + e->pass->block_len;
-    size_t *mark = &t->slot->marks[0], most = 0;
+    size_t *mark = &t->slot->marks[0];
     *mark = 0;
     for (int i = 0; i < e->n_kept + e->n_texts; i++) {
         const Text *other = i < e->n_kept ? NULL : e->order[i - e->n_kept];
         const size_t same = other ? count_common(t, other->ids.p, other->ids.n)
                                   : count_common(t, e->kept[i].ids, e->kept[i].n);
-        if (other == t || same < least) continue;
-        if (same > most) most = same;
-        if (2 * *mark < same || (same < *mark && 2 * same >= most)) *mark = same;
+        if (other != t && same >= least && (*mark == 0 || same < *mark)) *mark = same;
     }
 }
 
@@ -2990,11 +2987,9 @@ static void draw(Engine *e, int i) {
         const bool closed = t->ids.n > n + 1;  // budget_text follows it
         if (t->ending != GOES_ON || closed || t->ids.p[n] != guess) break;
         slot->right++;
-        t->n_run++;
     }
-    if (!has_state(e) || slot->right == slot->guesses) return;
-    t->n_run -= slot->right;  // they run again
-    copy_state(e, slot->own.state, e->before[i]);
+    if (!has_state(e) || slot->right == slot->guesses) t->n_run += slot->right;
+    else copy_state(e, slot->own.state, e->before[i]);  // the right ones run again
 }
 
 // Does what run_text does after forward(), for all texts: first for the rows whose next id is
