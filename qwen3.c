@@ -2502,8 +2502,6 @@ static Options parse_options(int argc, char **argv) {
 //   0            n_running         n_texts  most_texts
 //   | run        | wait to run     | free   |
 //   | first come ...     last come |        |
-//
-// What the machine keeps of a text that ended is a struct of its own, Kept: see Many texts at once.
 
 enum { MOST_TEXTS = 32 };              // that run together
 enum { THINKS = -2, FIRST_IDS = -1 };  // Slot.choice: it thinks; then the TEXTs' first ids come
@@ -2557,7 +2555,6 @@ typedef struct Slot {  // what Part II has of a text, beside Text
     int n_begun;       // given answers that were scored, or are
     struct Slot *asker;  // whose given answers it scores: its own, or another's (see add_helpers)
     // Many texts at once only:
-    bool waited;       // it ran and had to stop, because the others needed blocks
     size_t marks[2];   // with states: a Kept is made after so many ids, for others and for itself
     int rows;          // ids that run in this pass, without guesses
     int first;         // the first of its needed rows, once these have moved to the front
@@ -2711,8 +2708,7 @@ static void use_kept(Engine *e, Kept *kept) {
 }
 
 // What ran of a text becomes a Kept, in place of the one that was used the longest time ago. With
-// states, what a list's text leaves when it ends is the next to make room, because others part from
-// it before its end.
+// states, what a list's text leaves when it ends is the next to make room: others part before it.
 static void keep_text(Engine *e, Text *t) {
     Blocks *blocks = &t->slot->own.blocks;
     Kept *last = &e->kept[e->n_kept - 1], old = *last;
@@ -2752,15 +2748,12 @@ static bool take_blocks(Engine *e, Text *t, int more, int spare) {
 }
 
 // Fills empty blocks with what ran of n ids: whole ones are shared, the one that n cuts is copied.
-// Returns false, and leaves them empty, if there is none for it.
+// Returns false if there is none for it.
 static bool share_blocks(Engine *e, Blocks *blocks, Blocks from, size_t n) {
     const int whole = (int)(n / e->pass->block_len);
     while (blocks->n < whole) add_block(e, blocks, from.p[blocks->n]);
     if (count_blocks(e, n) == whole) return true;
-    if (!add_unused(e, blocks, 1, 0)) {
-        cut_blocks(e, blocks, 0);
-        return false;
-    }
+    if (!add_unused(e, blocks, 1, 0)) return false;
     cache_copy(e->pass, blocks->p[whole], from.p[whole]);  // still there, if a Kept has lost it now
     check_copy(e, blocks->p[whole], from.p[whole]);
     return true;
@@ -2796,8 +2789,8 @@ static void copy_state(const Engine *e, float *to, const float *from) {
 static bool begin_text(Engine *e, Text *t, Kept from, int spare) {
     Slot *slot = t->slot;
     const size_t some = give_up(from.n), n = has_state(e) && some < from.n ? 0 : some;
-    if (!share_blocks(e, &slot->own.blocks, from.blocks, n)) return false;
-    t->n_run = has_state(e) ? 0 : n;  // what is kept if it can't begin yet
+    const bool shares = share_blocks(e, &slot->own.blocks, from.blocks, n);  // or no block is left
+    t->n_run = shares && !has_state(e) ? n : 0;  // what is kept if it can't begin yet
     if (!take_blocks(e, t, 0, spare)) {
         keep_text(e, t);
         t->n_run = 0;
@@ -2841,7 +2834,7 @@ static bool start_text(Engine *e) {
     if (should_wait(e, t, from.n)) return false;
     if (!begin_text(e, t, from, e->n_running ? e->n_running + 1 : 0)) return false;
     if (has_state(e)) set_mark(e, t);
-    if (!t->slot->waited) t->slot->cached = t->n_run;
+    if (t->slot->rows == 0) t->slot->cached = t->n_run;  // else it ran, but had to stop
     e->n_running++;
     return true;
 }
@@ -2861,7 +2854,6 @@ static void schedule(Engine *e) {
     for (int i = 0; i < e->n_running; i++) {
         while (i < e->n_running && !take_blocks(e, e->order[i], 0, 0)) {
             Text *youngest = e->order[--e->n_running];
-            youngest->slot->waited = true;
             keep_text(e, youngest);
             youngest->n_run = 0;
         }
