@@ -2293,8 +2293,8 @@ static const struct {
     [TOKENIZE] = {"tokenize", false, 0, {"ids", REASON}, "yrtpkaexsn"},
     [PERPLEXITY] = {"perplexity", false, 2, {"tokens", "nll", "ppl", REASON}, "yrtpkaexsn"},
     [EMBED] = {"embed", false, 1, {"vector", REASON}, "yrtpkaexsn"},
-    [CHOICES] = {NULL, true, 1, {"choice", "p", "mass", REASON}},
-    [OWN_CHOICES] = {NULL, true, 1, {"choice", "p", "mass", "nll", "tokens", REASON}}};
+    [CHOICES] = {NULL, true, 1, {"choice", "p", "mass", REASON}, NULL},
+    [OWN_CHOICES] = {NULL, true, 1, {"choice", "p", "mass", "nll", "tokens", REASON}, NULL}};
 
 typedef struct {  // of the command line. Not given: NULL, or -1 without a default
     const char *model, *text, *file, *list, *out, *system, *stop, *answers;  // list: of -l or -L
@@ -4788,17 +4788,17 @@ static const char *encode_line(List *l, Bytes line) {
     const bool lacks = !error && own && !json_member(object, e->options.member).rest.n;
     l->silent = lacks && l->nameless++ > 0;
     if (!error && own) error = take_choices(object, e->options.member, &e->next);
-    for (size_t i = 0; i < talk->n && !error; i++) {
+    size_t size = 0;
+    for (size_t i = 0; i < talk->n; i++) {
         const Bytes text = bytes_of(&talk->p[i].text);
         const bool earlier = talk->p[i].role == ASSISTANT && i + 1 < talk->n;  // loses its thinking
-        const size_t size = text.n - (earlier ? thinking_length(&e->tokenizer.chat, text) : 0);
-        error = size ? wrong_size(e, size) : NULL;
+        size += text.n - (earlier ? thinking_length(&e->tokenizer.chat, text) : 0);
     }
+    if (!error && size) error = wrong_size(e, size);
     if (error) return error;
     encode_prompt(e, talk, 0);
     error = interrupted ? NULL : wrong_length(e, e->prompt.n, false);
     if (!error && own) error = encode_choices(e, chat ? (Bytes){0} : bytes_of(&talk->p[0].text));
-    if (!error) give_notices(e);
     return error;
 }
 
@@ -4815,6 +4815,7 @@ static void add_line(List *l, Bytes line) {
         fprintf(stderr, "seed %llu\n", o->seed);
     const char *error = encode_line(l, chop(line));
     if (interrupted) return;
+    if (!error) give_notices(e);
     l->read++;
     if (error || e->mode == TOKENIZE) {
         end_line(l, number, NULL, error);
