@@ -1768,7 +1768,7 @@ static void take_weights(Cursor *in, Config *c, Weights *w) {
 }
 
 // Maps the file. The weights stay there, but an older file's matrices are copied if the model runs.
-// Only routers are checked: others take a minute, and logits that are not finite betray a bad one.
+// Only routers are checked: all would take a minute, and a bad weight makes logits not finite.
 static void model_map(Model *m, const char *path, bool runs) {
     Config *c = &m->config;
     const Bytes file = file_map(path);
