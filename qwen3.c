@@ -2525,7 +2525,7 @@ typedef struct Choices {
 
 typedef struct Blocks { int *p, n; } Blocks;  // of the cache: position pos is in p[pos / block_len]
 
-typedef struct Kept {  // what is kept of a text that ended or had to stop, or at a mark
+typedef struct Kept {  // what is kept of a text that ended, or can't begin yet, or at a mark
     int *ids;          // (n) the first ones, that ran
     size_t n;          // 0: nothing is kept
     Blocks blocks;     // with their keys and values
@@ -2639,8 +2639,8 @@ static bool run_pass(Engine *e) {
 // blocks go to a Kept. A text takes the ids with which it begins from a Kept or a text that runs
 // (prefix sharing): each block counts its users. A turn begins like the turn before it, and the
 // texts of a list often begin with one instruction. When no block is left, Kepts lose theirs, first
-// the one that was used the longest time ago. Then the youngest text has to stop, and becomes a
-// Kept itself. Later it runs again up to the last id that it drew (preemption by recomputation).
+// the one that was used the longest time ago. Then the youngest text has to stop. Later it runs
+// again up to the last id that it drew (preemption by recomputation).
 //
 // The invariant: a row is written only into a block with one user, and what counts as run (n_run;
 // guesses do not) is never written again. So whoever shares a block finds in it what ran there. The
@@ -2720,7 +2720,7 @@ static void keep_text(Engine *e, Text *t) {
     *blocks = old.blocks;
     t->slot->own.state = old.state;
     cut_blocks(e, blocks, 0);
-    if (!has_state(e) || t->ending == GOES_ON || e->most_texts == 1) use_kept(e, last);
+    if (!has_state(e) || e->most_texts == 1) use_kept(e, last);
 }
 
 // Adds n unused blocks, which Kepts may lose. Returns false, and adds none, if fewer than `spare`
@@ -2806,7 +2806,6 @@ static bool begin_text(Engine *e, Text *t, Kept from, int spare) {
 static void set_mark(Engine *e, const Text *t) {
     const size_t least = t->n_run + e->pass->block_len;
     size_t *mark = &t->slot->marks[0];
-    *mark = 0;
     for (int i = 0; i < e->n_kept + e->n_texts; i++) {
         const Text *other = i < e->n_kept ? NULL : e->order[i - e->n_kept];
         const size_t same = other ? count_common(t, other->ids.p, other->ids.n)
@@ -2849,15 +2848,10 @@ static void schedule(Engine *e) {
     for (int i = 0; i < e->n_running; i++) {
         Text *t = e->order[i];
         if (t->slot->own.blocks.n == 0) begin_text(e, t, find_beginning(e, t), 0);  // went back
+        while (i < e->n_running && !take_blocks(e, t, 0, 0))
+            go_back(e, e->order[--e->n_running], 0);
     }
     start_texts(e);
-    for (int i = 0; i < e->n_running; i++) {
-        while (i < e->n_running && !take_blocks(e, e->order[i], 0, 0)) {
-            Text *youngest = e->order[--e->n_running];
-            keep_text(e, youngest);
-            youngest->n_run = 0;
-        }
-    }
 }
 
 // ------------------------------------------------------------------------------------------------
