@@ -3074,9 +3074,8 @@ static void add_printable(Buffer *out, Bytes text, bool answer) {
 // What a terminal shows of a prompt or a list that takes longer than two seconds
 static struct Progress {
     size_t tokens;  // of the prompt that runs; 0: none does
-    size_t layers;  // of the model
     size_t done;    // tokens times layers that ran
-    double start;   // when that prompt began
+    double start;   // when that prompt, or the list, began
     double painted; // when the line was last written
     bool shown;     // it is there
 } progress;
@@ -3088,10 +3087,10 @@ static void progress_end(void) {
     progress.tokens = 0;
 }
 
-// Shows `label`, the rate of about `tokens` tokens since `start`, and the time for the rest if this
-// rate stays: `part` of the work is done (0: unknown). (A prompt's rate falls: attention grows.)
-static void progress_show(double start, double tokens, double part, const char *label) {
-    const double t = now(), seconds = t - start, rate = tokens / seconds;
+// Shows `label`, the rate of about `tokens` tokens so far, and the time for the rest if this rate
+// stays: `part` of the work is done (0: unknown). (A prompt's rate falls: attention grows.)
+static void progress_show(double tokens, double part, const char *label) {
+    const double t = now(), seconds = t - progress.start, rate = tokens / seconds;
     if (quiet || seconds < 2 || t < progress.painted + 0.1 || !is_terminal(STDERR_FILENO)) return;
     progress.painted = t;
     progress.shown = true;
@@ -3100,13 +3099,12 @@ static void progress_show(double start, double tokens, double part, const char *
     fputs("\033[K", stderr);
 }
 
-INLINE void progress_add(int n) {
+INLINE void progress_add(int n, int n_layers) {  // n tokens ran through one of the layers
     if (progress.tokens == 0) return;
     progress.done += n;
-    const size_t done = progress.done / progress.layers, all = progress.tokens;
+    const size_t done = progress.done / n_layers, all = progress.tokens;
     if (done == all) progress_end();
-    else progress_show(progress.start, done, (double)done / all,
-                       say("%zu of %zu tokens", done, all));
+    else progress_show(done, (double)done / all, say("%zu of %zu tokens", done, all));
 }
 
 // Writes results to stdout: to a terminal what it may show, after the progress.
@@ -3395,12 +3393,11 @@ static const char *encode_choices(Engine *e, Bytes prompt) {
     const Tokenizer *tok = &e->tokenizer;
     const Ids *ids = &e->prompt;
     Choices *all = &e->next;
-    Choice *const end = all->n ? all->p + all->n : NULL;
+    Choice *const end = all->p + all->n;
     const size_t kept = keep_ids(tok, ids, &prompt), context = e->model.context;
     const size_t closing = e->may_think ? e->budget_text.n + 1 : 0;
     size_t same = ids->n;
     Buffer text = {0};
-    if (all->n == 0) return NULL;  // reserve stays 0
     if (prompt.n && (prompt.n + 40.0) * all->n > 20e6)
         return say("too long, expected a shorter last word: all answers encode its %zu bytes anew",
                    prompt.n);
@@ -3862,7 +3859,7 @@ static Text *run_request(Engine *e) {
     e->prompt_end = 0;
     start_texts(e);  // sets n_run to what is cached
     const size_t n = e->mode == PERPLEXITY ? e->prompt.n - 1 : t->target;  // that must run
-    progress = (struct Progress){n - t->n_run, e->model.config.n_layers, .start = now()};
+    progress = (struct Progress){.tokens = n - t->n_run, .start = now()};
     while (e->n_texts > 0 && run_pass(e)) {
         for (int i = e->n_running - 1; i >= 0; i--) {
             Text *running = e->order[i];
@@ -3981,12 +3978,10 @@ static bool answer_last(Engine *e, bool again) {
                context < (size_t)e->model.config.max_seq_len ? "; -c keeps more" : "");
     give_notices(e);
     if (!modes[e->mode].has_answers) return write_result(e), true;
-    const bool answered = respond(e);
-    const size_t last = talk->n - 1;
-    if (!answered) conversation_drop(talk, last, talk->n);
-    else if (again) conversation_drop(talk, last - 1, last);
-    if (answered) conversation_drop(talk, system, first);
-    return answered;
+    if (!respond(e)) return conversation_drop(talk, talk->n - 1, talk->n), false;
+    if (again) conversation_drop(talk, talk->n - 2, talk->n - 1);
+    conversation_drop(talk, system, first);
+    return true;
 }
 
 // Adds an answer's beginning, as HF's continue_final_message does. A <think> block at its start
@@ -4307,7 +4302,7 @@ static void prepare_answers(Engine *e) {
     if (end.n && tok->kind[end.p[0]] & SPECIAL && !is_stop(tok, end.p[0]))
         ids_add(&tok->stop, end.p[0]);
     free(end.p);
-    const char *error = encode_choices(e, (Bytes){0});
+    const char *error = e->next.n ? encode_choices(e, (Bytes){0}) : NULL;
     if (error) die("-o: %s", error);
 }
 
@@ -4637,7 +4632,6 @@ enum { KNOWN_AGAIN = 8 };                       // whole lines of FILE that run 
 typedef struct {
     Engine *e;
     Lines in;
-    double start;           // when the run began
     size_t failed;          // lines that were an error
     size_t nameless;        // lines without the member of -o @NAME: only the first is reported
     bool silent;            // the line that is read is one of these, but not the first
@@ -4822,15 +4816,15 @@ static void add_line(List *l, Bytes line) {
 // Shows the progress, in texts. Those that run do not count yet: nobody knows how long they get.
 // But the oldest one is taken to need its age once more at least, because it may be the last.
 static void show_texts(const List *l) {
-    const double here = l->in_file + l->failed, time = now(), seconds = time - l->start;
+    const double here = l->in_file + l->failed, time = now(), seconds = time - progress.start;
     const double lines = file_size(l->in.fd) * l->read / fmax(l->in.taken, 1);
     const double all = fmax((l->in.ended ? l->read : floor(lines)) - here, 0);
     const double done = fmax((double)l->read - l->e->n_texts - here, 0);
     const double age = l->e->n_texts > 0 ? time - l->e->order[0]->slot->start : 0;
     const double part = all > 0 ? fmin(done / all, seconds / (seconds + age + 1e-9)) : 0;
     const char *of = l->in.ended ? " of" : " of about";
-    progress_show(l->start, l->e->n_rows, part, all > 0 ? say("%.0f%s %.0f texts", done, of, all)
-                                                        : say("%.0f texts", done));
+    progress_show(l->e->n_rows, part, all > 0 ? say("%.0f%s %.0f texts", done, of, all)
+                                              : say("%.0f texts", done));
 }
 
 // Reads lines and adds their texts while there are places. While texts run, it does not wait for
@@ -4853,7 +4847,7 @@ static bool admit_lines(List *l) {
 // Writes the notices and statistics of the whole list. Returns the program's exit status.
 static int report_list(const List *l) {
     const Options *o = &l->e->options;
-    const double seconds = now() - l->start + 1e-9;
+    const double seconds = now() - progress.start + 1e-9;
     const double rate = (l->prompt_tokens - l->cached + l->drawn) / seconds;
     const size_t lines = l->written > l->in_file ? l->written : l->in_file;  // that are there
     const size_t n = lines - l->in_file;
@@ -4890,7 +4884,7 @@ static int report_list(const List *l) {
 }
 
 static int run_list(List *l) {
-    l->start = now();
+    progress.start = now();
     patience = 0;
     if (l->failed_in_file)
         notice("%s: lines without a result, which stay: %zu, the first is line %zu",
@@ -6157,7 +6151,7 @@ static void forward_job(void *pass) {
     for (me->l = 0; me->l < me->c->n_layers && !interrupted; me->l++) {
         me->w = &me->p->m->weights.layers[me->l];
         layer_all(me);
-        if (thread == 0) progress_add(p->n);
+        if (thread == 0) progress_add(p->n, me->c->n_layers);
     }
 }
 

@@ -1785,8 +1785,7 @@ static void test_progress_of_a_list(void) {
         e.order[0] = &oldest;
         e.n_texts = (int)(cases[i].read - cases[i].done);
         slot.start = now() - cases[i].age;
-        progress = (struct Progress){0};
-        l.start = now() - 10;
+        progress = (struct Progress){.start = now() - 10};
         dup2(theirs, STDERR_FILENO);
         show_texts(&l);
         dup2(saved, STDERR_FILENO);
