@@ -1904,8 +1904,7 @@ static void take_chat(Cursor *in, ChatFormat *f) {
         die_bad(in, in->part, "strip of at most %d bytes, found %zu", LONGEST_STRIP, f->strip.n);
 }
 
-// samp, for answers, and plai, for a chat whose thinking is switched off: f32 temperature, f32
-// top-p, u32 top-k, perhaps f32 presence penalty
+// samp, and plai for a chat whose thinking is switched off: f32, f32, u32, perhaps f32
 static void take_sampling(Cursor *in, Sampler *advice) {
     TAKE(advice, temperature, 0, 1e6f);
     TAKE(advice, top_p, 1e-45f, 1);
@@ -1967,8 +1966,7 @@ static void take_extension(Cursor *in, Tokenizer *tok) {
     }
 }
 
-// Returns the slot of the token with these bytes in the table of the added tokens, or in that of
-// those which merges make, or the free slot for it.
+// Returns the slot of the token with these bytes in one of the two tables, or the free slot for it.
 static uint32_t *token_slot(const Tokenizer *tok, Bytes text, bool added) {
     const Tables *tables = tok->tables;
     uint32_t *table = tables->table[added];
@@ -2175,8 +2173,7 @@ static const uint64_t *find_row(const Keys *rows, uint64_t first, uint64_t secon
     return rows->n ? bsearch(&key, rows->p, rows->n, sizeof(key), compare_keys) : NULL;
 }
 
-// Adds the parts of a character, or itself, to those of a text, each as its combining class (ccc)
-// << 56 | place << 21 | code point.
+// Adds a character's parts, or itself, to a text's: combining class (ccc), place and code point.
 static void decompose(const Tokenizer *tok, Keys *keys, uint64_t c) {
     for (int n = 0; n < MOST_PARTS; n++) {
         const uint64_t *row = find_row(&tok->tables->parts, c, n);
@@ -2213,8 +2210,7 @@ static void order_and_compose(const Tokenizer *tok, Keys *keys) {
 // Returns whether NFC may change the character or compose it with the one before.
 INLINE bool is_active(const Tokenizer *tok, Char c) { return tok->tables->chars[c.c] > CLASS_MASK; }
 
-// Appends NFC(text). Up to the first active character it is copied, but for the character before
-// that one, because the two may compose.
+// Appends NFC(text). What comes before the first active character and one before it is copied.
 static void normalize(const Tokenizer *tok, Buffer *out, Bytes text) {
     Keys keys = {0};
     Char c;
@@ -2608,11 +2604,9 @@ typedef struct Engine {  // the program's state
 
 static bool chooses(const Engine *e) { return e->kind >= CHOICES; }  // among given answers (-o)
 
-// With -DPLAIN the next six functions differ. go_back makes n_run n or less, with -DPLAIN 0: the
-// ids from n_run on run again. keep_text keeps what ran of a text that ends, for later ones.
-// start_texts starts texts that wait, as many as can run now. run_pass runs each text that runs a
-// step further, or with -DPLAIN the first text to its end; false: Ctrl-C. logits_at_end returns the
-// logits after a text that ended without a draw. prepare_passes allocates what passes need.
+// With -DPLAIN the next six functions differ: nothing is kept, and a pass runs a text to its end.
+// go_back makes n_run n or less: the ids from n_run on run again. run_pass returns false if Ctrl-C
+// stopped it, and logits_at_end the logits after a text that ended without a draw.
 #ifdef PLAIN
 static void go_back(Engine *e, Text *t, size_t n) { (void)e, (void)n, t->n_run = 0; }
 static void keep_text(Engine *e, Text *t) { (void)e, (void)t; }
@@ -2747,8 +2741,8 @@ static bool take_blocks(Engine *e, Text *t, int more, int spare) {
     return add_unused(e, blocks, count_blocks(e, n) - blocks->n, spare);
 }
 
-// Fills empty blocks with what ran of n ids: whole ones are shared, the one that n cuts is copied.
-// Returns false if there is none for it.
+// Fills empty blocks with what ran of n ids: shares whole ones, copies one that n cuts. Returns
+// false if there is none for it.
 static bool share_blocks(Engine *e, Blocks *blocks, Blocks from, size_t n) {
     const int whole = (int)(n / e->pass->block_len);
     while (blocks->n < whole) add_block(e, blocks, from.p[blocks->n]);
@@ -2801,8 +2795,7 @@ static bool begin_text(Engine *e, Text *t, Kept from, int spare) {
     return true;
 }
 
-// Marks where others may go on from a text that starts: where the first of them parts from it, a
-// block or more after what it took.
+// Marks where the first other text parts from one that starts, a block or more after what it took.
 static void set_mark(Engine *e, const Text *t) {
     const size_t least = t->n_run + e->pass->block_len;
     size_t *mark = &t->slot->marks[0];
@@ -2842,8 +2835,7 @@ static void start_texts(Engine *e) {
     while (e->n_running < e->n_texts && start_text(e)) {}
 }
 
-// Sets which texts run. A prompt has its blocks, but an answer may need another one. If there is
-// none, the youngest text, perhaps this one, has to wait. A text alone may take all blocks.
+// Sets which texts run: if one needs a block for its answer, the youngest may have to stop for it.
 static void schedule(Engine *e) {
     for (int i = 0; i < e->n_running; i++) {
         Text *t = e->order[i];
@@ -2961,8 +2953,7 @@ static float *logits_of(const Engine *e, int row) {
 }
 
 // Draws the next id. If it was guessed, the row of the guess has run, too: its logits give the id
-// after it, and so on. Another id takes the place of the guess. Later its keys and values replace
-// those of the guess in the cache, and draft_texts forgets the guesses after it.
+// after it, and so on. Another id takes the place of the guess, and later its place in the cache.
 static void draw(Engine *e, int i) {
     Text *t = e->order[i];
     Slot *slot = t->slot;
@@ -3150,8 +3141,7 @@ static size_t unfinished(Bytes text, bool printable) {
     return 0;
 }
 
-// Writes what is held, except its last `keep` bytes. For a terminal each piece is dimmed by itself,
-// in one write: so no signal leaves the terminal dim.
+// Writes what is held but its last `keep` bytes, in one write: so no signal leaves a terminal dim.
 static void writer_flush(Writer *out, size_t keep) {
     const Bytes text = {out->held.p, out->held.n - keep};
     const char *no_color = getenv("NO_COLOR"), *term = getenv("TERM");
@@ -3208,8 +3198,7 @@ static void writer_end(Writer *out) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Thinking ends by budget_text if it reaches the budget of -r N or goes round in circles. Before
-// given answers only thinking is drawn: where that ends, COMPLETE sends the text to next_choice.
+// Thinking, and how it and an answer end
 
 static const char end_of_budget[] =  // of Qwen3's technical report, section 4.3
     "\n\nConsidering the limited time by the user, I have to give the solution based on the "
@@ -3255,7 +3244,7 @@ static Ending add_id(const Tokenizer *tok, Text *t, int id) {
 
 // A text that does not think has append_id's Ending, or before given answers COMPLETE. Thinking is
 // closed by budget_text if it has N ids (-r N), or goes round in circles for the first time. Then
-// the answer goes on. Before given answers, whatever ends it closes it: see prepare_choices.
+// the answer goes on. Before given answers, whatever ends it closes it (COMPLETE): see next_choice.
 static Ending accept_id(const Tokenizer *tok, Text *t, int id) {
     Slot *slot = t->slot;
     const Engine *e = slot->engine;
@@ -3937,7 +3926,6 @@ static bool respond(Engine *e) {
 
 // ------------------------------------------------------------------------------------------------
 // Turns: a question is added, the conversation rendered, and the answer added; or neither stays.
-// In other modes than chat there is one turn: its message is taken as it is.
 
 // Encodes a conversation, as render does, or the only message of another mode. A raw answer needs
 // at least one id before it. (The blanks before a text's own given answers are encoded with these.)
@@ -4241,8 +4229,7 @@ static void run_dialogue(Engine *e) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Starting a run: the model and its tokenizer are loaded, the context and the number of texts are
-// chosen, places prepared. Without options the model's own mode, sampling and chat format count.
+// Starting a run. Without options the model's own mode, sampling and chat format count.
 
 // Sets how tokens are drawn. plain_advice holds if thinking is switched off and the checkpoint's
 // advice is not greedy. Options replace both. Greedy answers have no presence penalty but -a's.
@@ -4261,7 +4248,6 @@ static void choose_sampling(Engine *e) {
     s->rng = o->seed;
 }
 
-// Prepares the places for texts. Answers go to stdout, or in a list into `out`.
 static void prepare_places(Engine *e) {
     const size_t vocab_size = e->tokenizer.vocab_size;
     const bool list = e->options.list;
