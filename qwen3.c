@@ -2741,8 +2741,8 @@ static bool take_blocks(Engine *e, Text *t, int more, int spare) {
     return add_unused(e, blocks, count_blocks(e, n) - blocks->n, spare);
 }
 
-// Fills empty blocks with what ran of n ids: shares whole ones, copies one that n cuts. Returns
-// false if there is none for it.
+// Fills empty blocks with what ran of n ids: whole ones are shared, the one that n cuts is copied.
+// Returns false if there is none for it.
 static bool share_blocks(Engine *e, Blocks *blocks, Blocks from, size_t n) {
     const int whole = (int)(n / e->pass->block_len);
     while (blocks->n < whole) add_block(e, blocks, from.p[blocks->n]);
@@ -3212,10 +3212,9 @@ static const struct { const char *by, *name; } endings[] = {  // what ends an an
     [REPEATS] = {"repeating itself (-e 1.1 helps, -n -1 lets it go on)", "loop"}};
 _Static_assert(sizeof(endings) == INTERRUPTED * sizeof(*endings), "all before it have names");
 
-// Returns true if the answer goes round in circles, as small models do, now that an id has been
-// appended. The id is a repeat if the 8 ids that end with it came at least 3 times before. A repeat
-// adds 1 to a count, any other id takes off 3, and at 256 the answer ends (in thinking, only that):
-// the counts of lists, tables and code stay far below. The first </think> begins the watch anew.
+// An id is a repeat if the 8 ids that end with it came at least 3 times before. It adds 1 to a
+// count, any other id takes off 3, and at 256 the answer ends (in thinking, only that): the counts
+// of lists, tables and code stay far below. The first </think> begins the watch anew.
 static bool repeats_itself(const Tokenizer *tok, Text *text) {
     enum { LENGTH = 8, TIMES = 3, MOST = 256 };
     const size_t n = text->ids.n;
@@ -3375,9 +3374,8 @@ static void compare_all(Choices *all) {
 }
 
 // Encodes the given answers of the next text, each together with its raw prompt (a chat's is
-// empty), as lm-evaluation-harness does: the first ids are those of e->prompt. (encode_prompt has
-// left out its last blanks.) A TEXT's ids begin with the prompt's end, from the first id on that
-// another encoding changes for any TEXT. Returns what is wrong, or NULL.
+// empty), as lm-evaluation-harness does. A TEXT's ids begin with the prompt's end, from the first
+// id of e->prompt on that this changes for any TEXT. Returns what is wrong, or NULL.
 static const char *encode_choices(Engine *e, Bytes prompt) {
     const Tokenizer *tok = &e->tokenizer;
     const Ids *ids = &e->prompt;
@@ -3626,8 +3624,7 @@ static void show_settings(const Engine *e) {
         report("system prompt of the chat template: %.*s", (int)min_size(text.n, 4000), text.p);
 }
 
-// Says once if a TEXT, and if a raw prompt has a blank where answers mostly have none. (A newline
-// at the prompt's end counts before given answers alone.)
+// Says once if a TEXT, and if a raw prompt has a blank where answers mostly have none.
 static void check_blanks(Engine *e) {
     const Tokenizer *tok = &e->tokenizer;
     const Ids *ids = &e->prompt;
@@ -4231,8 +4228,7 @@ static void run_dialogue(Engine *e) {
 // ------------------------------------------------------------------------------------------------
 // Starting a run. Without options the model's own mode, sampling and chat format count.
 
-// Sets how tokens are drawn. plain_advice holds if thinking is switched off and the checkpoint's
-// advice is not greedy. Options replace both. Greedy answers have no presence penalty but -a's.
+// Sets how tokens are drawn. Greedy answers have no presence penalty but -a's.
 static void choose_sampling(Engine *e) {
     const Options *o = &e->options;
     Sampler *s = &e->sampling;
