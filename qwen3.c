@@ -2210,7 +2210,7 @@ static void order_and_compose(const Tokenizer *tok, Keys *keys) {
 // Returns whether NFC may change the character or compose it with the one before.
 INLINE bool is_active(const Tokenizer *tok, Char c) { return tok->tables->chars[c.c] > CLASS_MASK; }
 
-// Appends NFC(text). What comes before the first active character and one before it is copied.
+// Appends NFC(text). It copies what comes before the character that precedes the first active one.
 static void normalize(const Tokenizer *tok, Buffer *out, Bytes text) {
     Keys keys = {0};
     Char c;
@@ -3043,8 +3043,7 @@ static bool run_pass(Engine *e) {
 #endif  // not PLAIN
 
 // ------------------------------------------------------------------------------------------------
-// Writing: progress, messages, an answer as it comes. Control characters of a file or a model never
-// reach the terminal: see add_printable. It shows a chat's thinking dimmed; else stderr gets that.
+// Writing: progress, messages, answers. Terminals get a file's and a model's text by add_printable.
 
 static bool is_control(uint32_t c) { return c < ' ' || (c >= 127 && c < 160); }
 
@@ -3910,8 +3909,7 @@ static bool respond(Engine *e) {
     if (chooses(e) && t->ending == COMPLETE) write_choices(t);
     else writer_end(t->writer);
     report_answer(e, t);
-    // What was drawn, but not written because of -x TEXT, is taken back: the last ids. If TEXT
-    // begins inside a token, that token's bytes before TEXT become the message's text.
+    // What was drawn, but not written because of -x TEXT, is taken back: see Message.
     for (size_t lost, *cut = &t->writer->cut; *cut > 0; *cut -= lost) {
         const int id = message->ids.p[--message->ids.n];
         const Bytes text = tok->kind[id] & SPECIAL ? (Bytes){0} : tok->text[id];
