@@ -1416,6 +1416,7 @@ typedef struct Pass {
     struct Worker *workers; // (threads) Part III only, like n
     int n;             // rows that run
     int n_needed;      // so many of them have been moved to the front, once all layers have run
+    _Atomic int n_chosen;  // Part III only: experts that some token chose
 } Pass;
 
 // Allocates memory for passes of up to `batch` tokens, logit_rows rows of logits, and a cache of
@@ -5004,9 +5005,8 @@ int main(int argc, char **argv) {
 // instructions take w as unsigned bytes: there W_BIAS = 128 is added to w, and bias_fix, which is
 // -128 sum(x), to the sum: (w + 128) . x = w . x + 128 sum(x). Without W_BIAS, w has a sign.
 //
-// A tile of a product is TILE_VECS vectors of rows by TILE_TOKENS tokens. (With 1 to 3 tokens it
-// waits for memory.) It takes 2 * TILE_VECS * TILE_TOKENS + TILE_VECS + 2 registers, attention's
-// 2 * ATT_QUERIES + 3: no more than there are (AVX2's dot4 needs five more). Plain C has LANES 4.
+// A tile of a product is TILE_VECS vectors of rows by TILE_TOKENS tokens: .github/CONTRIBUTING.md
+// says how to choose these and ATT_QUERIES. Plain C has LANES 4.
 
 #define VECTOR_TYPES                                                        \
     typedef float VecF __attribute__((vector_size(4 * LANES), may_alias));  \
@@ -5273,11 +5273,10 @@ static void cache_copy(const Pass *p, int to, int from) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Threads: all run one function, a job, and meet its numbered loops in one order. A late thread
-// skips the loops that are over: nobody waits for it. So its code between two loops may run while
-// others write in a later one. There it reads only what is written once in the job (Pass.n_needed),
-// or an atomic that is the next loop's count (n_chosen, place): a late thread may take any count.
-// A waiting thread spins for a moment, then sleeps. Who takes which slice changes no result.
+// Threads: all run one function, a job, and meet its loops in one order. A late thread skips the
+// loops that are over: nobody waits for it. So its code between two loops may run while others
+// write in a later one. There it reads only what is written once in the job (Pass.n_needed), or an
+// atomic that is the next loop's count (n_chosen, place): a late thread may take any count.
 
 static int n_threads = 1;
 static _Thread_local int thread;     // the number of the thread that reads it, from 0 on
@@ -5337,12 +5336,6 @@ static bool next_slice(Slice *s, int count, int chunk) {
 
 static void *worker_main(void *arg) {
     thread = (int)(intptr_t)arg;
-#ifndef _WIN32  // Ctrl-C is the main thread's alone, where it ends a read.
-    sigset_t interrupt;
-    sigemptyset(&interrupt);
-    sigaddset(&interrupt, SIGINT);
-    pthread_sigmask(SIG_BLOCK, &interrupt, NULL);
-#endif
     for (uint32_t jobs = 0, before = 0;; before = jobs) {
         WAIT_UNTIL((jobs = atomic_load(&pool.jobs)) % 2 == 1 && jobs != before);
         atomic_fetch_add(&pool.active, 1);
@@ -5400,20 +5393,7 @@ typedef struct {           // W[r] . x[t] for a range of rows r and n tokens t
     int8_t *unit;          // see unpack_unit
 } Matmul;
 
-// Which experts run for which tokens. If token 0 chose experts 2 and 5, token 1 experts 5 and 7,
-// and token 2 experts 2 and 5, then expert is 2 5 7, token is 0 2  0 1 2  1, and place is 0 2 5 6.
-// A model without experts has expert 0 alone, which runs for all tokens.
-typedef struct {
-    float *router_out;     // (batch, n_experts)  see choose_experts. n_experts: all_experts()
-    float *share;          // (batch, n_experts)
-    _Atomic int n_chosen;  // experts that some token chose (atomic, like place: see Threads)
-    int *expert;           // (n_experts)      expert[0 .. n_chosen - 1] are these, ascending
-    _Atomic int *place;    // (n_experts + 1)  expert[k]'s rows of gate8: place[k] .. place[k+1] - 1
-    int *token;            // (batch * n_experts_used)       row i of gate8 is that of token[i]
-    Quantized h8;          // (batch * n_experts_used, dim)  row i is Worker.h8 of token[i]
-} Routing;
-
-// Each thread has one. The pointers above `l` are the same in all.
+// Each thread has one. The pointers above `w` are the same in all.
 typedef struct Worker {
     const Config *c;
     Pass *p;
@@ -5427,9 +5407,16 @@ typedef struct Worker {
     float *decay;      // (batch, delta_v_heads)  g of the delta rule: see rates_of
     float *rate;       // (batch, delta_v_heads)  b
     Quantized gate8;   // (batch * max(n_experts_used, 1), hidden_dim)
-    Routing *routing;
-    int l;             // the layer's number
-    const Layer *w;    // its weights
+    // Which experts run for which tokens. If token 0 chose experts 2 and 5, token 1 experts 5 and 7,
+    // token 2 experts 2 and 5, then expert is 2 5 7, token is 0 2  0 1 2  1, place is 0 2 5 6. A
+    // model without experts has expert 0 alone, which runs for all tokens.
+    float *router_out;   // (batch, n_experts)  see choose_experts. n_experts: all_experts()
+    float *share;        // (batch, n_experts)
+    int *expert;         // (n_experts)      expert[0 .. Pass.n_chosen - 1] are these, ascending
+    _Atomic int *place;  // (n_experts + 1)  expert[k]'s rows of gate8: place[k] .. place[k+1] - 1
+    int *token;          // (batch * n_experts_used)       row i of gate8 is that of token[i]
+    Quantized chosen8;   // (batch * n_experts_used, dim)  row i is that of token[i] in h8
+    const Layer *w;    // the layer
     int n;             // rows that run
     float *scratch;    // (batch, head_dim or 2 * group_size, whichever is more)
     int8_t *unit;      // (UNIT, cols), and their scales: see unpack_unit
@@ -5883,7 +5870,7 @@ static void save_state(const Row *row, size_t at, size_t n) {
 }
 
 // Head i of all of a delta layer, for all rows: see find_head. q, k and v are convolved while they
-// are in the CPU's caches.
+// are in the CPU's caches. With a head of the gate come the rates of the value head.
 static void run_delta_head(const Worker *me, int i) {
     const Config *c = me->c;
     const Layer *layer = me->w;
@@ -5894,6 +5881,11 @@ static void run_delta_head(const Worker *me, int i) {
     const size_t past = layer->number * layer_state(c) + DELTA_DIM * c->delta_v_dim + PAST * at;
     float *u = gate ? me->a_gate + i * DELTA_DIM : me->q + at * me->p->batch;
     multiply(me, u, stride, w, i * DELTA_DIM, DELTA_DIM, &me->h8, me->n, false);
+    for (int t = 0; t < me->n && gate; t++) {
+        const size_t rates = t * c->delta_v_heads + i;
+        const float *h = me->h + (size_t)t * c->dim;
+        rates_of(layer, h, c->dim, i, &me->decay[rates], &me->rate[rates]);
+    }
     for (int t = 0; t < me->n && !gate; t++, u += DELTA_DIM) {
         const Row *row = &me->p->rows[t];
         convolve(u, take_state(row, past, PAST * DELTA_DIM), layer->conv + at, c->delta_dim);
@@ -5902,14 +5894,14 @@ static void run_delta_head(const Worker *me, int i) {
     }
 }
 
-// learn() for columns j .. j + COLUMNS - 1 of a value head's S, for all rows
-static void learn_columns(const Worker *me, int head, int j) {
+// learn() for the columns from `at` on, of those of all value heads' S, for all rows
+static void learn_columns(const Worker *me, size_t at) {
     const Config *c = me->c;
-    const size_t size = (size_t)me->p->batch * DELTA_DIM, at = head * DELTA_DIM + j;
+    const size_t size = (size_t)me->p->batch * DELTA_DIM, head = at / DELTA_DIM;
     const size_t S_at = me->w->number * layer_state(c) + at * DELTA_DIM, n = COLUMNS * DELTA_DIM;
     const float *q = me->q + head / (c->delta_v_heads / c->delta_k_heads) * size;
     const float *k = q + c->delta_k_heads * size;
-    const float *v = me->q + (2 * c->delta_k_heads + head) * size + j;
+    const float *v = me->q + (2 * c->delta_k_heads + head) * size + at % DELTA_DIM;
     for (int t = 0; t < me->n; t++, q += DELTA_DIM, k += DELTA_DIM, v += DELTA_DIM) {
         const VecF g = splat_f(me->decay[t * c->delta_v_heads + head]);
         const VecF b = splat_f(me->rate[t * c->delta_v_heads + head]);
@@ -5930,23 +5922,6 @@ static void learn_columns(const Worker *me, int head, int j) {
         }
         save_state(&me->p->rows[t], S_at, n);
         memcpy(me->a + (size_t)t * c->delta_v_dim + at, sum, sizeof(sum));
-    }
-}
-
-// run_delta(), and a8 = Q8(a)
-static void delta_all(const Worker *me) {
-    const Config *c = me->c;
-    const int heads = c->delta_v_heads, dim = c->delta_v_dim;
-    EACH (i, count_heads(me->w, DELTA_DIM), 1) run_delta_head(me, i);
-    EACH (i, me->n * heads, 8) {
-        const float *h = me->h + (size_t)(i / heads) * c->dim;
-        rates_of(me->w, h, c->dim, i % heads, &me->decay[i], &me->rate[i]);
-    }
-    EACH (i, dim / COLUMNS, 1) learn_columns(me, i * COLUMNS / DELTA_DIM, i * COLUMNS % DELTA_DIM);
-    EACH (t, me->n, 1) {
-        float *a = me->a + (size_t)t * dim, *g = me->a_gate + (size_t)t * dim;
-        for (int i = 0; i < dim; i += DELTA_DIM) norm_and_gate(c, me->w, a + i, g + i);
-        quantize_token(&me->a8, t, 0, a, dim, c->group_size);
     }
 }
 
@@ -6005,14 +5980,13 @@ static void keep_needed(const Worker *me) {
 // rows of gate8 that belong to expert[i / n_groups]. `scratch` is small, for the CPU's caches: it
 // has W1 h and W3 h of n tokens, batch / n groups at a time.
 static void swiglu_all(const Worker *me) {
-    const Routing *r = me->routing;
     const int group = me->c->group_size, n_groups = me->c->hidden_dim / group;
-    SLICES (s, r->n_chosen * n_groups, 1) {
+    SLICES (s, me->p->n_chosen * n_groups, 1) {
         for (int i = s.begin, count; i < s.end; i += count) {
-            const int k = i / n_groups, g = i % n_groups, place = r->place[k];
-            const int n = me->w->router ? r->place[k + 1] - place : me->n;
-            const int row = (r->expert[k] * n_groups + g) * group;
-            const Quantized x = from_token(&r->h8, place);
+            const int k = i / n_groups, g = i % n_groups, place = me->place[k];
+            const int n = me->w->router ? me->place[k + 1] - place : me->n;
+            const int row = (me->expert[k] * n_groups + g) * group;
+            const Quantized x = from_token(&me->chosen8, place);
             count = min_int(min_int(s.end - i, n_groups - g), me->p->batch / max_int(n, 1));
             const int cols = count * group;
             float *gate = me->scratch, *up = gate + n * cols;
@@ -6029,32 +6003,31 @@ static void swiglu_all(const Worker *me) {
 // Lists the tokens that chose each expert.
 static void route(const Worker *me) {
     const int n_experts = all_experts(me->c);
-    Routing *r = me->routing;
-    r->n_chosen = 0;  // and place[0] stays 0
+    int k = 0;  // and place[0] stays 0
     for (int e = 0, n = 0; e < n_experts; e++) {
         for (int t = 0; t < me->n; t++) {
-            if (r->share[(size_t)t * n_experts + e] != 0) r->token[n++] = t;
+            if (me->share[(size_t)t * n_experts + e] != 0) me->token[n++] = t;
         }
-        if (n == r->place[r->n_chosen]) continue;  // nobody chose e
-        r->expert[r->n_chosen++] = e;
-        r->place[r->n_chosen] = n;
+        if (n == me->place[k]) continue;  // nobody chose e
+        me->expert[k++] = e;
+        me->place[k] = n;
     }
+    me->p->n_chosen = k;
 }
 
 // Adds the experts' outputs to groups begin .. end - 1 of each token's x. One call adds all experts
 // to an element, in ascending order, so that the result does not depend on the threads.
 static void add_outputs(const Worker *me, int begin, int end) {
-    const Routing *r = me->routing;
     const int dim = me->c->dim, group = me->c->group_size;
-    for (int k = 0; k < r->n_chosen; k++) {
-        const int e = r->expert[k], place = r->place[k], n = r->place[k + 1] - place;
+    for (int k = 0; k < me->p->n_chosen; k++) {
+        const int e = me->expert[k], place = me->place[k], n = me->place[k + 1] - place;
         const Quantized gate8 = from_token(&me->gate8, place);
         for (int at = begin * group; at < end * group; at += group) {
             float *out = me->scratch;
             multiply(me, out, group, &me->w->w2, e * dim + at, group, &gate8, n, false);
             for (int j = 0; j < n; j++, out += group) {
-                const int t = r->token[place + j];
-                const float share = r->share[(size_t)t * all_experts(me->c) + e];
+                const int t = me->token[place + j];
+                const float share = me->share[(size_t)t * all_experts(me->c) + e];
                 float *sum = me->h + (size_t)t * dim + at;
                 for (int i = 0; i < group; i++) sum[i] += share * out[i];
             }
@@ -6066,23 +6039,21 @@ static void add_outputs(const Worker *me, int begin, int end) {
     }
 }
 
-// An expert runs once for all tokens that chose it, so that its weights are read once.
 static void experts_all(const Worker *me) {
     const int dim = me->c->dim, n_experts = all_experts(me->c);
-    const Routing *r = me->routing;
     EACH (i, me->n * n_experts, 8) {
         const float *h = me->h + (size_t)(i / n_experts) * dim;
-        r->router_out[i] = dot_of(me->w->router + (size_t)(i % n_experts) * dim, h, dim);
+        me->router_out[i] = dot_of(me->w->router + (size_t)(i % n_experts) * dim, h, dim);
     }
     EACH (t, me->n, 4) {  // nobody needs h any more: it becomes the sum of the experts' outputs
         const size_t at = (size_t)t * n_experts;
         float *h = me->h + (size_t)t * dim;
         memset(h, 0, dim * sizeof(float));
-        if (!choose_experts(me->c, r->router_out + at, r->share + at)) h[0] = NAN;
+        if (!choose_experts(me->c, me->router_out + at, me->share + at)) h[0] = NAN;
     }
     EACH (once, 1, 1) route(me);  // one thread alone
-    EACH (i, r->place[atomic_load(&r->n_chosen)], 16) {  // a whole vector: int8, scale, bias_fix
-        const Quantized from = from_token(&me->h8, r->token[i]), to = from_token(&r->h8, i);
+    EACH (i, me->place[me->p->n_chosen], 16) {  // a whole vector: int8, scale, bias_fix
+        const Quantized from = from_token(&me->h8, me->token[i]), to = from_token(&me->chosen8, i);
         memcpy(to.int8, from.int8, to.stride * 4);
     }
     swiglu_all(me);
@@ -6090,25 +6061,31 @@ static void experts_all(const Worker *me) {
 }
 
 static void attention_all(Worker *me) {
-    const Layer *w = me->w;
-    EACH (i, count_heads(w, me->c->head_dim), 1) run_head(me, i);
-    if (me->l == me->c->n_layers - 1) {
+    const Config *c = me->c;
+    EACH (i, count_heads(me->w, c->head_dim), 1) run_head(me, i);
+    if (me->w == &me->p->m->weights.layers[c->n_layers - 1]) {
         EACH (once, 1, 1) keep_needed(me);
         me->n = me->p->n_needed;
     }
     attend_all(me);
-    EACH (t, me->n, 4) {
-        float *a = me->a + (size_t)t * w->wo.cols, *g = me->a_gate + (size_t)t * w->wo.cols;
-        for (int i = 0; i < w->wg.rows; i++) a[i] *= sigmoid(g[i]);
-        quantize_token(&me->a8, t, 0, a, w->wo.cols, me->c->group_size);
-    }
 }
 
 static void layer_all(Worker *me) {
     const Layer *w = me->w;
+    const int n = w->wo.cols;
     norm_all(me, w->rms_att);
-    if (w->conv) delta_all(me);
-    else attention_all(me);
+    if (w->conv) {
+        EACH (i, count_heads(w, DELTA_DIM), 1) run_delta_head(me, i);
+        EACH (i, n / COLUMNS, 1) learn_columns(me, i * COLUMNS);
+    } else {
+        attention_all(me);
+    }
+    EACH (t, me->n, 1) {  // the gate, and a8 = Q8(a)
+        float *a = me->a + (size_t)t * n, *g = me->a_gate + (size_t)t * n;
+        for (int i = 0; w->conv && i < n; i += DELTA_DIM) norm_and_gate(me->c, w, a + i, g + i);
+        for (int i = 0; !w->conv && i < w->wg.rows; i++) a[i] *= sigmoid(g[i]);
+        quantize_token(&me->a8, t, 0, a, n, me->c->group_size);
+    }
     matmul_all(me, me->p->x, &w->wo, &me->a8, true);
     norm_all(me, w->rms_ffn);
     if (w->router) {
@@ -6128,8 +6105,8 @@ static void forward_job(void *pass) {
         embed(p->m, p->rows[t].token, p->x + (size_t)t * me->c->dim);
         rope_angles(me->c, p->rows[t].pos, p->cos + t * half, p->sin + t * half);
     }
-    for (me->l = 0; me->l < me->c->n_layers && !interrupted; me->l++) {
-        me->w = &me->p->m->weights.layers[me->l];
+    for (int l = 0; l < me->c->n_layers && !interrupted; l++) {
+        me->w = &p->m->weights.layers[l];
         layer_all(me);
         if (thread == 0) progress_add(p->n, me->c->n_layers);
     }
@@ -6224,23 +6201,22 @@ static Pass *pass_init(const Model *m, int batch, int logit_rows, int texts) {
     const size_t chosen = n * max_int(c->n_experts_used + c->shared_expert, 1);
     const size_t cache = block_size(c) * sizeof(float);
     Pass *p = activations(1, sizeof(Pass));
-    Routing *routing = activations(1, sizeof(Routing));
-    const Worker shared = {.c = c, .p = p, .h = floats(n * c->dim),
-                     .h8 = quantized_init(n, c->dim, group),
+    const Quantized h8 = quantized_init(n, c->dim, group);
+    const Worker shared = {.c = c, .p = p, .h = floats(n * c->dim), .h8 = h8,
                      .q = floats(n * max_int(c->q_dim, c->delta_dim)), .a = floats(n * a_dim),
                      .a_gate = floats(n * a_dim), .a8 = quantized_init(n, a_dim, group),
                      .decay = floats(n * c->delta_v_heads), .rate = floats(n * c->delta_v_heads),
-                     .gate8 = quantized_init(chosen, c->hidden_dim, group), .routing = routing};
-    *routing = (Routing){.router_out = floats(n * n_experts), .share = floats(n * n_experts),
-                         .n_chosen = 1, .expert = activations(n_experts, sizeof(int)),
-                         .place = activations(n_experts + 1, sizeof(int)),
-                         .token = activations(chosen, sizeof(int)),
-                         .h8 = c->n_experts ? quantized_init(chosen, c->dim, group) : shared.h8};
+                     .gate8 = quantized_init(chosen, c->hidden_dim, group),
+                     .router_out = floats(n * n_experts), .share = floats(n * n_experts),
+                     .expert = activations(n_experts, sizeof(int)),
+                     .place = activations(n_experts + 1, sizeof(int)),
+                     .token = activations(chosen, sizeof(int)),
+                     .chosen8 = c->n_experts ? quantized_init(chosen, c->dim, group) : h8};
     *p = (Pass){.m = m, .batch = batch, .logit_rows = logit_rows, .n_blocks = n_blocks,
                 .block_len = BLOCK, .rows = activations(n, sizeof(Row)), .draft_rows = TILE_TOKENS,
                 .cache = alloc(n_blocks, cache, no_cache(c, texts, n_blocks * (double)cache)),
                 .cos = floats(n * half), .sin = floats(n * half), .x = floats(n * c->dim),
-                .logits = floats((size_t)logit_rows * c->vocab_size),
+                .n_chosen = 1, .logits = floats((size_t)logit_rows * c->vocab_size),
                 .workers = activations(n_threads, sizeof(Worker))};
     for (int i = 0; i < n_threads; i++) {
         Worker *own = &p->workers[i];
@@ -6418,16 +6394,15 @@ static double cgroup_limit(const char *name) {
 static int cpu_count(void) {
     int cores = (int)sysconf(_SC_NPROCESSORS_ONLN);
 #ifdef __linux__
-    cpu_set_t ours;
-    const bool known = sched_getaffinity(0, sizeof(ours), &ours) == 0;
-    if (known) cores = 0;
-    for (int cpu = 0; known && cpu < CPU_SETSIZE; cpu++) {
+    cpu_set_t ours = {0};
+    if (sched_getaffinity(0, sizeof(ours), &ours) == 0) cores = CPU_COUNT(&ours);
+    for (int cpu = 0; cpu < CPU_SETSIZE; cpu++) {
         char path[96];
         int first = cpu;
         if (!CPU_ISSET(cpu, &ours)) continue;
         snprintf(path, 96, "/sys/devices/system/cpu/cpu%d/topology/thread_siblings_list", cpu);
         scan_file(path, "%d", &first, NULL);
-        cores += first == cpu || !CPU_ISSET(first, &ours);
+        cores -= first != cpu && CPU_ISSET(first, &ours);
     }
 #elif defined(__APPLE__)
     sysctlbyname("hw.perflevel0.physicalcpu", &cores, &(size_t){sizeof(cores)}, NULL, 0);

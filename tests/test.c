@@ -417,7 +417,6 @@ static int layer;  // to which all threads have come
 static Worker *worker_at_layer(const Pass *p) {
     Worker *me = &p->workers[thread];
     me->n = p->n;
-    me->l = layer;
     me->w = &me->p->m->weights.layers[layer];
     return me;
 }
@@ -452,12 +451,12 @@ static void put(const Worker *me, int t, int kv_head, const float *x, float *pla
 // Store a key or a value (head_dim) of row t in this layer, and where Part I has it.
 static void put_key(const Worker *me, int t, int kv_head, const float *k) {
     const int pos = me->p->rows[t].pos;
-    put(me, t, kv_head, k, in_cache(me->p->m, me->p->m->state.keys, me->l, pos, kv_head), false);
+    put(me, t, kv_head, k, in_cache(me->p->m, me->p->m->state.keys, layer, pos, kv_head), false);
 }
 
 static void put_value(const Worker *me, int t, int kv_head, const float *v) {
     const int pos = me->p->rows[t].pos;
-    put(me, t, kv_head, v, in_cache(me->p->m, me->p->m->state.values, me->l, pos, kv_head), true);
+    put(me, t, kv_head, v, in_cache(me->p->m, me->p->m->state.values, layer, pos, kv_head), true);
 }
 
 // Random keys and values (head_dim) of this layer at the first n positions
@@ -502,9 +501,9 @@ static void check_attention(Model *m, Worker *me) {
         memcpy(m->state.q, me->q + t * c->q_dim, c->q_dim * sizeof(float));
         for (int h = 0; h < c->n_heads; h++) {
             const int at = h * c->head_dim;
-            attend(m, me->l, h, me->p->rows[t].pos);
+            attend(m, layer, h, me->p->rows[t].pos);
             CHECK(!memcmp(me->a + t * c->q_dim + at, m->state.a + at, size), "token %d, head %d", t, h);
-            check_attend(m, me->l, h, me->p->rows[t].pos);
+            check_attend(m, layer, h, me->p->rows[t].pos);
         }
     }
 }
@@ -611,12 +610,12 @@ static void test_attention_one_hot(void) {
         p->rows[i / c->n_heads] = (Row){.pos = 37 + i / c->n_heads, .blocks = blocks};
         wanted[i] = below(38 + i / c->n_heads);
         for (int j = 0; j < c->head_dim; j++)
-            me->q[i * c->head_dim + j] = 400 * in_cache(&m, m.state.keys, me->l, wanted[i], i % c->n_heads / 2)[j];
+            me->q[i * c->head_dim + j] = 400 * in_cache(&m, m.state.keys, layer, wanted[i], i % c->n_heads / 2)[j];
     }
     on_all_threads(attend_job, me->p);
     for (int i = 0; i < 3 * c->n_heads; i++) {
         for (int j = 0; j < c->head_dim; j++) {
-            float expected = in_cache(&m, m.state.values, me->l, wanted[i], i % c->n_heads / 2)[j];
+            float expected = in_cache(&m, m.state.values, layer, wanted[i], i % c->n_heads / 2)[j];
             CHECK(fabsf(me->a[i * c->head_dim + j] - expected) < 0.01f, "row %d, column %d", i, j);
         }
     }
@@ -755,7 +754,7 @@ static void test_experts_not_finite(void) {
     p->x[5 * m.config.dim + 3] = -INFINITY;
     on_all_threads(experts_job, p);
     for (int t = 0; t < 20; t++) CHECK(isfinite(p->x[t * m.config.dim]) == (t != 5), "token %d", t);
-    CHECK(me->routing->place[me->routing->n_chosen] == 19 * 3);
+    CHECK(me->place[p->n_chosen] == 19 * 3);
 }
 
 enum { LOOPS = 9, ITEMS = 1000 };
