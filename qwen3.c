@@ -6039,7 +6039,8 @@ static void add_outputs(const Worker *me, int begin, int end) {
     }
 }
 
-static void experts_all(const Worker *me) {
+// Chooses each token's experts, and brings what these need.
+static void choose_all(const Worker *me) {
     const int dim = me->c->dim, n_experts = all_experts(me->c);
     EACH (i, me->n * n_experts, 8) {
         const float *h = me->h + (size_t)(i / n_experts) * dim;
@@ -6056,8 +6057,6 @@ static void experts_all(const Worker *me) {
         const Quantized from = from_token(&me->h8, me->token[i]), to = from_token(&me->chosen8, i);
         memcpy(to.int8, from.int8, to.stride * 4);
     }
-    swiglu_all(me);
-    SLICES (s, dim / me->c->group_size, 1) add_outputs(me, s.begin, s.end);
 }
 
 static void attention_all(Worker *me) {
@@ -6088,12 +6087,12 @@ static void layer_all(Worker *me) {
     }
     matmul_all(me, me->p->x, &w->wo, &me->a8, true);
     norm_all(me, w->rms_ffn);
-    if (w->router) {
-        experts_all(me);
-    } else {
-        swiglu_all(me);
+    if (w->router) choose_all(me);
+    swiglu_all(me);
+    if (w->router)
+        SLICES (s, me->c->dim / me->c->group_size, 1) add_outputs(me, s.begin, s.end);
+    else
         matmul_all(me, me->p->x, &w->w2, &me->gate8, true);
-    }
 }
 
 static void forward_job(void *pass) {
@@ -6139,14 +6138,9 @@ static float *classify(Pass *p, int n) {
 static const char *version(void) { return "qwen3 " VERSION " (" SIMD ")\n"; }
 
 // Returns what alloc says if it can't get `size` bytes for the cache of so many texts: contexts of
-// one text (-b 1) that fit into half of them, a quarter of the memory and what is left. (Less is
-// left than ulimit -v says, because the model's file counts.)
+// one text (-b 1) that fit into half of them, and a quarter of the memory.
 static const char *no_cache(const Config *c, int texts, double size) {
-    const double most = c->max_seq_len;
-    double room = fmin(size / 2, memory_size() / 4);
-    void *volatile probe;  // volatile: else a compiler may leave it out
-    while (!(probe = malloc((size_t)(room * 1.25))) && room > 1e6) room *= 0.75;
-    free(probe);
+    const double most = c->max_seq_len, room = fmin(size / 2, memory_size() / 4);
     Config packed = *c;
     packed.cache_bits = 8;
     return say("the KV cache (%s-c %.0f fits, or with -C 8 -c %.0f)", texts > 1 ? "-b 1 " : "",
@@ -6244,12 +6238,13 @@ static double now(void) {
 
 // Ctrl-C stops an answer, or a conversation that waits for a message; while `patience` is -1, it
 // ends the program. So does another if the first had no effect for `patience` seconds.
-static void on_interrupt(int signal) {
+static void on_interrupt(int number) {
     static volatile double first;
-    (void)signal;
+    (void)number;
     if (patience < 0 || (interrupted && now() >= first + patience)) _exit(EXIT_INTERRUPT);
     if (!interrupted) first = now();
     interrupted = 1;
+    signal(SIGINT, on_interrupt);  // Windows forgets it
 }
 
 // SIGILL: this CPU is older than the program's. SIGBUS: a mapped file was cut, or its disk fails.
@@ -6343,10 +6338,6 @@ static Waiting input_waits(void) {  // the lines of a pasted block arrive togeth
 
 static int cpu_count(void) { return pthread_num_processors_np(); }  // hardware threads
 
-static BOOL WINAPI on_console_event(DWORD event) {
-    return event == CTRL_C_EVENT && (on_interrupt(SIGINT), TRUE);
-}
-
 // Makes the arguments UTF-8, standard input and output binary, and the console's output UTF-8.
 static void start_platform(int *argc, char ***argv) {
     static char text[3 << 15], *at = text;  // a command line has less than 1 << 15 of UTF-16
@@ -6360,7 +6351,7 @@ static void start_platform(int *argc, char ***argv) {
     SetConsoleOutputCP(CP_UTF8);
     SetConsoleMode(handle(STDOUT_FILENO), ENABLE_PROCESSED_OUTPUT | ENABLE_WRAP_AT_EOL_OUTPUT |
                                           ENABLE_VIRTUAL_TERMINAL_PROCESSING);
-    SetConsoleCtrlHandler(on_console_event, TRUE);
+    signal(SIGINT, on_interrupt);
 }
 #else
 #define NO_READER EPIPE
@@ -6463,7 +6454,7 @@ static void start_platform(int *argc, char ***argv) {
     signal(SIGBUS, on_fatal);
     signal(SIGPIPE, SIG_IGN);
     signal(SIGXFSZ, SIG_IGN);  // ulimit -f: the write fails
-    sigaction(SIGINT, &(struct sigaction){.sa_handler = on_interrupt}, NULL);  // ends a read, too
+    signal(SIGINT, on_interrupt);
 }
 #endif
 

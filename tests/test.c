@@ -734,7 +734,9 @@ static void test_choose_experts(void) {
 static void experts_job(void *pass) {
     const Worker *me = worker_at_layer(pass);
     norm_all(me, me->w->rms_ffn);
-    experts_all(me);
+    choose_all(me);
+    swiglu_all(me);
+    SLICES (s, me->c->dim / me->c->group_size, 1) add_outputs(me, s.begin, s.end);
 }
 
 // A NaN of either sign, an infinity: the token has no experts, and its x says so.
