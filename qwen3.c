@@ -5407,8 +5407,8 @@ typedef struct Worker {
     float *decay;      // (batch, delta_v_heads)  g of the delta rule: see rates_of
     float *rate;       // (batch, delta_v_heads)  b
     Quantized gate8;   // (batch * max(n_experts_used, 1), hidden_dim)
-    // Which experts run for which tokens. If token 0 chose experts 2 and 5, token 1 experts 5 and 7,
-    // token 2 experts 2 and 5, then expert is 2 5 7, token is 0 2  0 1 2  1, place is 0 2 5 6. A
+    // Which experts run for which tokens. If token 0 chose experts 2 and 5, token 1 experts 5 and
+    // 7, token 2 experts 2 and 5, then expert is 2 5 7, token is 0 2  0 1 2  1, place is 0 2 5 6. A
     // model without experts has expert 0 alone, which runs for all tokens.
     float *router_out;   // (batch, n_experts)  see choose_experts. n_experts: all_experts()
     float *share;        // (batch, n_experts)
@@ -5603,10 +5603,9 @@ static Matrix unpack_unit(const Matrix *w, int row, int8_t *at) {
             unpack_words(load_vector(from), bits, levels, to, to + vectors);
         if (bits == 4) to += vectors;  // past the high nibbles'
     }
-    if (bits == 8) return unit;
-    for (int i = 0; i < groups * PANEL / LANES; i++)
+    for (int i = 0; bits == 4 && i < groups * PANEL / LANES; i++)
         scales[i] = load_halves((const uint16_t *)unit.scales + i * LANES);
-    unit.scales = scales;
+    if (bits == 4) unit.scales = scales;
     return unit;
 }
 
@@ -6071,7 +6070,7 @@ static void attention_all(Worker *me) {
 
 static void layer_all(Worker *me) {
     const Layer *w = me->w;
-    const int n = w->wo.cols;
+    const int n = w->wo.cols, gates = w->conv ? 0 : w->wg.rows;  // of attention
     norm_all(me, w->rms_att);
     if (w->conv) {
         EACH (i, count_heads(w, DELTA_DIM), 1) run_delta_head(me, i);
@@ -6082,7 +6081,7 @@ static void layer_all(Worker *me) {
     EACH (t, me->n, 1) {  // the gate, and a8 = Q8(a)
         float *a = me->a + (size_t)t * n, *g = me->a_gate + (size_t)t * n;
         for (int i = 0; w->conv && i < n; i += DELTA_DIM) norm_and_gate(me->c, w, a + i, g + i);
-        for (int i = 0; !w->conv && i < w->wg.rows; i++) a[i] *= sigmoid(g[i]);
+        for (int i = 0; i < gates; i++) a[i] *= sigmoid(g[i]);
         quantize_token(&me->a8, t, 0, a, n, me->c->group_size);
     }
     matmul_all(me, me->p->x, &w->wo, &me->a8, true);
@@ -6266,8 +6265,7 @@ __attribute__((constructor)) static void catch_unknown_instructions(void) {
 // POSIX as far as it is used here: what MinGW lacks, or has without UTF-8 or large files
 #define O_NONBLOCK 0
 #define MAP_FAILED NULL
-#define poll(...) (void)0
-#define wait_for_input(fd) (void)(fd)
+#define poll(...) 1
 #define ioctl(fd, request, n) !PeekNamedPipe(handle(fd), NULL, 0, NULL, (DWORD *)(n), NULL)
 #define mmap(at, size, protection, flags, fd, offset) map_file(fd)
 #define open(path, flags, mode) _wopen(wide(path), (flags) | _O_BINARY, (mode) & 0600)
@@ -6417,12 +6415,6 @@ static bool file_lock(int fd) {
 
 static bool input_ready(int fd) { return poll(&(struct pollfd){fd, POLLIN, 0}, 1, 0) != 0; }
 
-// Waits for something to read, or the end, or Ctrl-C. One that comes just before a poll begins does
-// not end it: so each poll is short.
-static void wait_for_input(int fd) {
-    while (!interrupted && poll(&(struct pollfd){fd, POLLIN, 0}, 1, 100) == 0) {}
-}
-
 // A pasted block's lines arrive within about 30 ms. Normally the terminal counts only whole lines;
 // what follows the last newline is counted only while ICANON is off. (So is Ctrl-D, which would be
 // lost then.) Signals are blocked meanwhile: one that ended the program would leave it off.
@@ -6505,7 +6497,8 @@ static Bytes file_map(const char *path) {
 static ssize_t read_more(int fd, Buffer *b) {
     b->p = grow(b->p, &b->cap, b->n, 65536, 1);
     for (;;) {
-        wait_for_input(fd);
+        // Ctrl-C just before a poll begins does not end it: so each poll is short.
+        while (!interrupted && poll(&(struct pollfd){fd, POLLIN, 0}, 1, 100) == 0) {}
         const ssize_t got = interrupted ? -1 : read(fd, b->p + b->n, 65536);
         if (got > 0) b->n += got;
         if (got >= 0 || interrupted || (errno != EINTR && errno != EAGAIN)) return got;
@@ -6539,7 +6532,7 @@ static void write_stdout(Bytes text) {
         const ssize_t n = write(STDOUT_FILENO, text.p, min_size(text.n, 1 << 20));
         if (n >= 0) text = bytes_from(text, n);
         else if (errno == NO_READER) exit(EXIT_SUCCESS);  // it has seen enough
-        else if (errno == EAGAIN) poll(&(struct pollfd){STDOUT_FILENO, POLLOUT, 0}, 1, -1);
+        else if (errno == EAGAIN) (void)poll(&(struct pollfd){STDOUT_FILENO, POLLOUT, 0}, 1, -1);
         else if (errno != EINTR) die("%s: %s", stdout_name, strerror(errno));
     }
 }
