@@ -5684,7 +5684,6 @@ INLINE const float *cell_of(const Task *task, int pos) {
     return task->cell[(unsigned)(min_int(pos, task->end - 1) - task->start) / BLOCK];
 }
 
-// Makes floats of the span's cells.
 static void unpack_cells(Task *task) {
     const size_t keys = task->c->head_dim, vectors = keys + value_dim(task->c);
     VecF *out = (VecF *)task->unpacked;
@@ -6059,9 +6058,8 @@ static void choose_all(const Worker *me) {
 }
 
 static void attention_all(Worker *me) {
-    const Config *c = me->c;
-    EACH (i, count_heads(me->w, c->head_dim), 1) run_head(me, i);
-    if (me->w == &me->p->m->weights.layers[c->n_layers - 1]) {
+    EACH (i, count_heads(me->w, me->c->head_dim), 1) run_head(me, i);
+    if (me->w == &me->p->m->weights.layers[me->c->n_layers - 1]) {
         EACH (once, 1, 1) keep_needed(me);
         me->n = me->p->n_needed;
     }
@@ -6235,8 +6233,7 @@ static double now(void) {
     return t.tv_sec + t.tv_nsec * 1e-9;
 }
 
-// Ctrl-C stops an answer, or a conversation that waits for a message; while `patience` is -1, it
-// ends the program. So does another if the first had no effect for `patience` seconds.
+// Ctrl-C: see `patience`. It also stops a conversation that waits for a message.
 static void on_interrupt(int number) {
     static volatile double first;
     (void)number;
@@ -6488,8 +6485,7 @@ static Bytes file_map(const char *path) {
     void *p = mmap(NULL, size, PROT_READ, MAP_SHARED, fd, 0);
     if (p == MAP_FAILED) die("%s: can't be mapped: %s", path, strerror(errno));
     close(fd);
-    // Huge pages: fewer TLB misses, where the file system has them. If memory is too small for the
-    // model, an expert's matrix, often of less than 1 MB, would be read in pages of 2 MB.
+    // If memory is too small for the model, pages larger than an expert's matrix would cost reads.
     if (size < 0.75 * memory_size()) use_huge_pages(p, size);
     return (Bytes){p, size};
 }
