@@ -1416,7 +1416,7 @@ typedef struct Pass {
     struct Worker *workers; // (threads) Part III only, like n
     int n;             // rows that run
     int n_needed;      // so many of them have been moved to the front, once all layers have run
-    _Atomic int n_chosen;  // Part III only: experts that some token chose
+    _Atomic int n_chosen;  // Part III only: experts that some token chose (see Threads)
 } Pass;
 
 // Allocates memory for passes of up to `batch` tokens, logit_rows rows of logits, and a cache of
@@ -5603,9 +5603,10 @@ static Matrix unpack_unit(const Matrix *w, int row, int8_t *at) {
             unpack_words(load_vector(from), bits, levels, to, to + vectors);
         if (bits == 4) to += vectors;  // past the high nibbles'
     }
-    for (int i = 0; bits == 4 && i < groups * PANEL / LANES; i++)
+    if (bits == 8) return unit;
+    for (int i = 0; i < groups * PANEL / LANES; i++)
         scales[i] = load_halves((const uint16_t *)unit.scales + i * LANES);
-    if (bits == 4) unit.scales = scales;
+    unit.scales = scales;
     return unit;
 }
 
@@ -6333,7 +6334,6 @@ static Waiting input_waits(void) {  // the lines of a pasted block arrive togeth
 
 static int cpu_count(void) { return pthread_num_processors_np(); }  // hardware threads
 
-// Makes the arguments UTF-8, standard input and output binary, and the console's output UTF-8.
 static void start_platform(int *argc, char ***argv) {
     static char text[3 << 15], *at = text;  // a command line has less than 1 << 15 of UTF-16
     wchar_t **args = CommandLineToArgvW(GetCommandLineW(), argc);
@@ -6485,7 +6485,7 @@ static Bytes file_map(const char *path) {
     void *p = mmap(NULL, size, PROT_READ, MAP_SHARED, fd, 0);
     if (p == MAP_FAILED) die("%s: can't be mapped: %s", path, strerror(errno));
     close(fd);
-    // If memory is too small for the model, pages larger than an expert's matrix would cost reads.
+    // If memory is too small for the model, huge pages would read more than an expert's matrix.
     if (size < 0.75 * memory_size()) use_huge_pages(p, size);
     return (Bytes){p, size};
 }
