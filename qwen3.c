@@ -6136,9 +6136,14 @@ static float *classify(Pass *p, int n) {
 static const char *version(void) { return "qwen3 " VERSION " (" SIMD ")\n"; }
 
 // Returns what alloc says if it can't get `size` bytes for the cache of so many texts: contexts of
-// one text (-b 1) that fit into half of them, and a quarter of the memory.
+// one text (-b 1) that fit into half of them, a quarter of the memory and what is left. (Less is
+// left than ulimit -v says, because the model's file counts.)
 static const char *no_cache(const Config *c, int texts, double size) {
-    const double most = c->max_seq_len, room = fmin(size / 2, memory_size() / 4);
+    const double most = c->max_seq_len;
+    double room = fmin(size / 2, memory_size() / 4);
+    void *volatile probe;  // volatile: else a compiler may leave it out
+    while (!(probe = malloc((size_t)(room * 1.25))) && room > 1e6) room *= 0.75;
+    free(probe);
     Config packed = *c;
     packed.cache_bits = 8;
     return say("the KV cache (%s-c %.0f fits, or with -C 8 -c %.0f)", texts > 1 ? "-b 1 " : "",
@@ -6235,13 +6240,12 @@ static double now(void) {
 }
 
 // Ctrl-C: see `patience`. It also stops a conversation that waits for a message.
-static void on_interrupt(int number) {
+static void on_interrupt(int signal) {
     static volatile double first;
-    (void)number;
+    (void)signal;
     if (patience < 0 || (interrupted && now() >= first + patience)) _exit(EXIT_INTERRUPT);
     if (!interrupted) first = now();
     interrupted = 1;
-    signal(SIGINT, on_interrupt);  // Windows forgets it
 }
 
 // SIGILL: this CPU is older than the program's. SIGBUS: a mapped file was cut, or its disk fails.
@@ -6334,6 +6338,10 @@ static Waiting input_waits(void) {  // the lines of a pasted block arrive togeth
 
 static int cpu_count(void) { return pthread_num_processors_np(); }  // hardware threads
 
+static BOOL WINAPI on_console_event(DWORD event) {
+    return event == CTRL_C_EVENT && (on_interrupt(SIGINT), TRUE);
+}
+
 static void start_platform(int *argc, char ***argv) {
     static char text[3 << 15], *at = text;  // a command line has less than 1 << 15 of UTF-16
     wchar_t **args = CommandLineToArgvW(GetCommandLineW(), argc);
@@ -6346,7 +6354,7 @@ static void start_platform(int *argc, char ***argv) {
     SetConsoleOutputCP(CP_UTF8);
     SetConsoleMode(handle(STDOUT_FILENO), ENABLE_PROCESSED_OUTPUT | ENABLE_WRAP_AT_EOL_OUTPUT |
                                           ENABLE_VIRTUAL_TERMINAL_PROCESSING);
-    signal(SIGINT, on_interrupt);
+    SetConsoleCtrlHandler(on_console_event, TRUE);
 }
 #else
 #define NO_READER EPIPE
@@ -6443,7 +6451,7 @@ static void start_platform(int *argc, char ***argv) {
     signal(SIGBUS, on_fatal);
     signal(SIGPIPE, SIG_IGN);
     signal(SIGXFSZ, SIG_IGN);  // ulimit -f: the write fails
-    signal(SIGINT, on_interrupt);
+    sigaction(SIGINT, &(struct sigaction){.sa_handler = on_interrupt}, NULL);  // ends a read, too
 }
 #endif
 
