@@ -2037,7 +2037,7 @@ static void index_tokens(Tokenizer *tok, const char *file) {
         const bool merged = tok->priority[id] > ADDED_SCORE || (s.n == 1 && !added);
         if (s.n == 0) continue;
         if (added && !(tok->kind[id] & SPECIAL)) tok->kind[id] |= ANSWERED;
-        for (int i = !merged; i <= added; i++) {
+        for (int i = !merged; i <= added; i++) {  // table 0 if merges make it, 1 if it is added
             uint32_t *slot = token_slot(tok, s, i);
             if (*slot == 0) *slot = id + 1;
         }
@@ -2510,7 +2510,7 @@ typedef struct Choice {  // a given answer
     size_t n_tokens;   // that it adds to the prompt
     Ids ids;           // the prompt's last ids (Choices.before), then these tokens, then ANY_STOP
                        // if another given answer begins with them
-    bool same_ids, same_text;  // as another one of its row
+    bool same_ids, same_text;  // as an earlier one of its row
 } Choice;
 
 typedef struct Choices {
@@ -2606,8 +2606,9 @@ typedef struct Engine {  // the program's state
 static bool chooses(const Engine *e) { return e->kind >= CHOICES; }  // among given answers (-o)
 
 // With -DPLAIN the next six functions differ: nothing is kept, and a pass runs a text to its end.
-// go_back makes n_run n or less: the ids from n_run on run again. run_pass returns false if Ctrl-C
-// stopped it, and logits_at_end the logits after a text that ended without a draw.
+// go_back makes n_run n or less: the ids from n_run on run again. keep_text keeps what ran of a
+// text that ends, for later ones. start_texts starts those that wait, as many as can run. run_pass
+// returns false after Ctrl-C, logits_at_end the logits after a text that ended without a draw.
 #ifdef PLAIN
 static void go_back(Engine *e, Text *t, size_t n) { (void)e, (void)n, t->n_run = 0; }
 static void keep_text(Engine *e, Text *t) { (void)e, (void)t; }
@@ -2784,9 +2785,9 @@ static void copy_state(const Engine *e, float *to, const float *from) {
 static bool begin_text(Engine *e, Text *t, Kept from, int spare) {
     Slot *slot = t->slot;
     const size_t some = give_up(from.n), n = has_state(e) && some < from.n ? 0 : some;
-    const bool shares = share_blocks(e, &slot->own.blocks, from.blocks, n);  // or no block is left
+    const bool shares = share_blocks(e, &slot->own.blocks, from.blocks, n);
     t->n_run = shares && !has_state(e) ? n : 0;  // what is kept if it can't begin yet
-    if (!take_blocks(e, t, 0, spare)) {
+    if (!take_blocks(e, t, 0, spare)) {  // always, if the block that n cuts is lacking
         keep_text(e, t);
         t->n_run = 0;
         return false;
@@ -2857,8 +2858,8 @@ static void schedule(Engine *e) {
 // All texts of a pass share draft_rows rows. A text gets twice as many after a draft without a
 // wrong id. With -b 1, or while a prompt runs, there are no drafts. A drafted token costs
 // DRAFT_COST, a right one earns twice as much, and every pass earns 1. While this credit is
-// negative there are no drafts. So, but for 40 wrong ones that saved credit pays for, at most one
-// pass in 20 has a wrong token. With experts, that makes it longer by half: 2.5 % of the time.
+// negative there are no drafts. So a wrong token is paid for by a right one, by 20 passes or, 40
+// times, by saved credit. With experts, it makes a pass longer by half: 2.5 % of the time.
 //
 // A state of delta layers can't lose a wrong guess. Then the text takes the state that was saved
 // before its guesses, and the right ones run again in the next pass, without new guesses.
@@ -2916,10 +2917,10 @@ static float *save_at(Engine *e, const Text *t, size_t n) {
     return e->kept[0].state;
 }
 
-// Completes a Kept whose state the last pass has saved, if it ran.
+// Gives a Kept its blocks if the last pass ran and has saved its state; else it keeps nothing.
 static void finish_kept(Engine *e, Kept *kept, bool ran) {
-    const Text *t = kept->from;
-    if (t && !(ran && share_blocks(e, &kept->blocks, t->slot->own.blocks, kept->n))) kept->n = 0;
+    const Blocks *blocks = &kept->from->slot->own.blocks;
+    if (!ran || !share_blocks(e, &kept->blocks, *blocks, kept->n)) kept->n = 0;
     kept->from = NULL;
 }
 
@@ -3027,7 +3028,8 @@ static bool run_pass(Engine *e) {
     if (n == 0 && !interrupted)  // after Ctrl-C draw adds no id: then there is no row
         die("texts: %d wait and none can run; please report this", e->n_texts);
     const bool ran = n > 0 && forward_rows(e->pass, n);
-    for (int i = 0; i < e->n_kept; i++) finish_kept(e, &e->kept[i], ran);
+    for (int i = 0; i < e->n_kept; i++)
+        if (e->kept[i].from) finish_kept(e, &e->kept[i], ran);
     if (saves && !ran) copy_state(e, e->order[0]->slot->own.state, e->before[0]);
     e->stopped = n > 0 && !ran && !saves;
     if (!ran) return false;
@@ -3323,8 +3325,8 @@ static Bytes strip_message(const Tokenizer *tok, Bytes text) {
 
 // Returns how many ids of a raw prompt need not be encoded anew with each TEXT, and takes away the
 // bytes that they stand for. A piece begins after them, behind a letter or a number, whatever
-// follows; and no added token that ends in a TEXT can begin before. The prefix is always among
-// them, because no bytes make it. Of an empty prompt (see encode_choices) all ids are.
+// follows; and an added token that ends in a TEXT begins at `most` or later. No bytes make the
+// prefix: it is always among them. Of an empty prompt (see encode_choices) all ids are.
 static size_t keep_ids(const Tokenizer *tok, const Ids *ids, Bytes *prompt) {
     const Bytes text = strip_end(tok, *prompt);
     const bool normalized = tok->tables->has_normalized;  // NFC may make such a token shorter
@@ -3368,14 +3370,15 @@ static void compare_all(Choices *all) {
         if (next->ids.n < n || memcmp(c->ids.p, next->ids.p, n * sizeof(int)) != 0) continue;
         next->same_ids = next->n_tokens == c->n_tokens;
         next->same_text = next->same_ids && bytes_equal(bytes_of(&c->text), bytes_of(&next->text));
-        if (next->ids.n > n) ids_add(&c->ids, ANY_STOP);  // or next has its ANY_STOP already
+        if (next->ids.n > n) ids_add(&c->ids, ANY_STOP);  // longer, or equal with an ANY_STOP
     }
     free(sorted);
 }
 
-// Encodes the given answers of the next text, each together with its raw prompt (a chat's is
-// empty), as lm-evaluation-harness does. A TEXT's ids begin with the prompt's end, from the first
-// id of e->prompt on that this changes for any TEXT. Returns what is wrong, or NULL.
+// Encodes the given answers of the next text: with -m generate -o @NAME each together with its
+// prompt, else `prompt` is empty. As in lm-evaluation-harness, as many first ids as e->prompt has
+// count as the prompt's. If some of them are others than e->prompt's for any TEXT, all TEXTs' ids
+// begin there. Returns what is wrong, or NULL.
 static const char *encode_choices(Engine *e, Bytes prompt) {
     const Tokenizer *tok = &e->tokenizer;
     const Ids *ids = &e->prompt;
@@ -4315,8 +4318,9 @@ static void load_model(Engine *e) {
         die_usage("-o: %s is made for -m %s, expected -m", o->model, modes[e->mode].name);
     e->kind = o->member ? OWN_CHOICES : o->answers ? CHOICES : (int)e->mode;
     e->most_texts = o->list || o->answers ? min_int(MOST_TEXTS, o->batch) : 1;
-    const double states = memory_size() / 4 / sizeof(float) / fmax(state_size(c), 1) - 6;  // before
-    while (e->most_texts > 1 && 2 * e->most_texts + 4 > states) e->most_texts--;
+    // States: two a text, four at marks, up to six to go back to: see prepare_passes.
+    const double states = memory_size() / 4 / sizeof(float) / fmax(state_size(c), 1);
+    while (e->most_texts > 1 && 2 * e->most_texts + 4 + 6 > states) e->most_texts--;
     c->cache_bits = o->cache_bits;
     if (c->cache_bits == 8 && c->head_dim % 16)
         die("-C 8: expected heads of a multiple of 16, found %d (%s)", c->head_dim, o->model);
@@ -4704,7 +4708,7 @@ static void check_plain(List *l, Json line) {
         table |= l->read == 2 && l->columns[i] > 0;
     }
     quoted &= *text.p == '"' || find_last(text, bytes(",\"")) > 0;
-    if (first && memchr("[{\"", *text.p, 3)) json_value(&line, 0);
+    if (first && memchr("[{\"", *text.p, 3)) json_value(&line, 0);  // else line.rest is all of it
     const bool json = first && line.rest.n == 0 && text.n && (text.n == 1 || !line.error);
     const char *what = quoted ? "leaves a quote open; " CSV_TO_JSON
         : table ? "is taken whole, with all its columns; " CSV_TO_JSON
@@ -4742,7 +4746,7 @@ static const char *take_line(List *l, Bytes line) {
     Buffer *text = &conversation_add(talk, USER, bytes(o->text ? o->text : ""))->text;
     if (o->text) buffer_add(text, bytes("\n\n"));
     buffer_add(text, line);
-    return line.n ? NULL : wrong_size(l->e, 0);
+    return line.n ? NULL : wrong_size(l->e, 0);  // also where -i has a text
 }
 
 // Encodes a line into e->prompt, after Ctrl-C perhaps not all. Returns what is wrong, or NULL.
@@ -4763,7 +4767,7 @@ static const char *encode_line(List *l, Bytes line) {
         const bool earlier = talk->p[i].role == ASSISTANT && i + 1 < talk->n;  // loses its thinking
         size += text.n - (earlier ? thinking_length(&e->tokenizer.chat, text) : 0);
     }
-    if (!error && size) error = wrong_size(e, size);
+    if (!error && size) error = wrong_size(e, size);  // messages may be empty: see take_line
     if (error) return error;
     encode_prompt(e, talk, 0);
     error = interrupted ? NULL : wrong_length(e, e->prompt.n, false);
@@ -5336,6 +5340,12 @@ static bool next_slice(Slice *s, int count, int chunk) {
 
 static void *worker_main(void *arg) {
     thread = (int)(intptr_t)arg;
+#ifndef _WIN32  // Ctrl-C is the main thread's alone, where it ends a read or a write.
+    sigset_t interrupt;
+    sigemptyset(&interrupt);
+    sigaddset(&interrupt, SIGINT);
+    pthread_sigmask(SIG_BLOCK, &interrupt, NULL);
+#endif
     for (uint32_t jobs = 0, before = 0;; before = jobs) {
         WAIT_UNTIL((jobs = atomic_load(&pool.jobs)) % 2 == 1 && jobs != before);
         atomic_fetch_add(&pool.active, 1);
@@ -5406,16 +5416,16 @@ typedef struct Worker {
     Quantized a8;      // (batch, q_dim)       Q8(a)
     float *decay;      // (batch, delta_v_heads)  g of the delta rule: see rates_of
     float *rate;       // (batch, delta_v_heads)  b
-    Quantized gate8;   // (batch * max(n_experts_used, 1), hidden_dim)
+    Quantized gate8;   // (batch * max(used, 1), hidden_dim): see token
     // Which experts run for which tokens. If token 0 chose experts 2 and 5, token 1 experts 5 and
     // 7, token 2 experts 2 and 5, then expert is 2 5 7, token is 0 2  0 1 2  1, place is 0 2 5 6. A
-    // model without experts has expert 0 alone, which runs for all tokens.
+    // model without experts has expert 0 alone, for all tokens. `used`: a token's, shared ones too.
     float *router_out;   // (batch, n_experts)  see choose_experts. n_experts: all_experts()
     float *share;        // (batch, n_experts)
     int *expert;         // (n_experts)      expert[0 .. Pass.n_chosen - 1] are these, ascending
     _Atomic int *place;  // (n_experts + 1)  expert[k]'s rows of gate8: place[k] .. place[k+1] - 1
-    int *token;          // (batch * n_experts_used)       row i of gate8 is that of token[i]
-    Quantized chosen8;   // (batch * n_experts_used, dim)  row i is that of token[i] in h8
+    int *token;          // (batch * used)       row i of gate8 is that of token[i]
+    Quantized chosen8;   // (batch * used, dim)  row i is that of token[i] in h8
     const Layer *w;    // the layer
     int n;             // rows that run
     float *scratch;    // (batch, head_dim or 2 * group_size, whichever is more)
@@ -6136,8 +6146,8 @@ static float *classify(Pass *p, int n) {
 static const char *version(void) { return "qwen3 " VERSION " (" SIMD ")\n"; }
 
 // Returns what alloc says if it can't get `size` bytes for the cache of so many texts: contexts of
-// one text (-b 1) that fit into half of them, a quarter of the memory and what is left. (Less is
-// left than ulimit -v says, because the model's file counts.)
+// one text (-b 1) that fit. They take at most size / 2, a quarter of the memory, and what malloc
+// still gives (less than ulimit -v says, because the model's file counts).
 static const char *no_cache(const Config *c, int texts, double size) {
     const double most = c->max_seq_len;
     double room = fmin(size / 2, memory_size() / 4);
@@ -6239,7 +6249,8 @@ static double now(void) {
     return t.tv_sec + t.tv_nsec * 1e-9;
 }
 
-// Ctrl-C: see `patience`. It also stops a conversation that waits for a message.
+// Ctrl-C stops an answer, or a conversation that waits for a message; while `patience` is -1, it
+// ends the program. So does another if the first had no effect for `patience` seconds.
 static void on_interrupt(int signal) {
     static volatile double first;
     (void)signal;
