@@ -62,8 +62,8 @@
               elements of q and k by angles in proportion to pos: so q . k depends on the distance.
 
    Qwen3.5 has two kinds of layers. Every fourth one is as above, with a gate on its a. The others,
-   delta layers, compute a otherwise. They keep no keys and values, but a matrix for each head,
-   however long the text is. Each token reads and changes it. See the section The delta rule.
+   delta layers, compute a otherwise. They keep no keys and values, but a matrix for each head
+   (and a little more), however long the text is. Each token changes it. See The delta rule.
 
    After the last layer come the logits,
 
@@ -124,7 +124,7 @@ static volatile sig_atomic_t interrupted;  // Ctrl-C was pressed
 
 // Writes a line to stderr: "qwen3: WHERE: WHAT", mostly with what was expected and found. (Part II)
 static void report(const char *fmt, ...);
-#define die(...) (report(__VA_ARGS__), exit(EXIT_FAILURE))  // a file, memory or model error
+#define die(...) (report(__VA_ARGS__), exit(EXIT_FAILURE))
 
 INLINE int min_int(int a, int b) { return a < b ? a : b; }
 INLINE size_t min_size(size_t a, size_t b) { return a < b ? a : b; }
@@ -234,7 +234,7 @@ typedef struct {
     float *gate;       // (hidden_dim)    W1 h, then silu(W1 h) * (W3 h)
     float *up;         // (hidden_dim)    W3 h
     Q8 gate8;          // (hidden_dim)    Q8(gate)
-    float *router_out; // (all_experts)   Wr h, then exp(it - max), -1 if chosen: see choose_experts
+    float *router_out; // (all_experts)   Wr h, which choose_experts overwrites
     float *share;      // (all_experts)   the share of each chosen expert, and of a shared one
     float *y;          // (dim)           one expert's output
     float *out;        // (dim)           what is added to x
@@ -432,7 +432,7 @@ static void embed(const Model *m, int token, float *x) {
 
 // ------------------------------------------------------------------------------------------------
 // Attention. Up to compute_logits, a function with a Model works on the token's vectors in State:
-// where its comment says h, it is m->state.h. l is the layer's number, pos the token's position.
+// where its comment says h, it is m->state.h. l is the layer's index, pos the token's position.
 
 // Returns where a key or value (head_dim) is in `cache` (State.keys or State.values).
 static float *in_cache(const Model *m, float *cache, int l, int pos, int kv_head) {
@@ -508,7 +508,7 @@ static float attention_score(const float *q, const float *k, int head_dim) {
 // short. `largest` is the largest score so far. `total` sums exp(score - largest), because
 // exp(score) itself could be infinite, and the array `a` sums the values, each times this. Where a
 // span raises `largest`, both are first multiplied by keep = exp(before - largest) (online
-// softmax). Last, `a` is divided by total.
+// softmax). Last, `a` is multiplied by 1 / total.
 enum { SPAN = 256 };
 
 static void attend(Model *m, int l, int head, int pos) {
@@ -773,9 +773,9 @@ static float *compute_logits(Model *m) {
 
 // ------------------------------------------------------------------------------------------------
 // Text to tokens. Added tokens were put into the vocabulary by hand: marks (<|im_start|> begins a
-// message) and words. A raw text (not a chat) is cut at all added tokens, a user's message only at
-// words: there <|im_start|> is plain text. What lies between gets Unicode's form NFC: e and a
-// combining accent (U+0301) become one letter (U+00E9). Both spellings get the same ids. (Qwen3's
+// message) and words, say a name that a fine-tune added. A raw text is cut at all, a user's message
+// only at words: there <|im_start|> is plain text. What lies between gets Unicode's form NFC: e and
+// a combining accent (U+0301) become one letter (U+00E9). Both spellings get the same ids. (Qwen3's
 // next step would cut at the accent: it is no letter.) A regular expression cuts the text into
 // pieces, mostly words with the space before them: "Hello, world" becomes "Hello" "," " world", ids
 // 9707 11 1879. Then comes byte-pair encoding: at first each byte of a piece is a token. A merge
@@ -801,7 +801,7 @@ static Bytes bytes_from(Bytes b, size_t start) {  // b.p may be NULL if `start` 
 
 enum { OTHER, LETTER, NUMBER, SPACE, END };  // classes of characters; END: after the text
 // Bits of Tokenizer.kind. SPECIAL: not written. NORMALIZED: looked for after NFC. Text that spells
-// a token becomes it in a raw text if ADDED, in an answer if ANSWERED, elsewhere if A_WORD, too.
+// a token becomes it in a raw text if ADDED, in an answer if ANSWERED, else if A_WORD as well.
 enum { ADDED = 1, SPECIAL = 2, NORMALIZED = 4, A_WORD = 8, ANSWERED = 16 };
 enum { SYSTEM, USER, ASSISTANT };  // who wrote a message
 
@@ -963,7 +963,7 @@ static void encode_plain(Encoder *enc, Bytes text) { buffer_add(&enc->pending, t
 static void encode_marked(Encoder *enc, Bytes text);
 
 // Adds a message. In an answer it finds the ANSWERED tokens, all added ones but SPECIAL, because a
-// model draws them. In other messages it finds only A_WORDs, which the format lacks. (Part II)
+// model draws them. In other messages it finds A_WORDs that are ANSWERED, too. (Part II)
 static void encode_message(Encoder *enc, Bytes text, int role);
 
 // Appends the ids of a text. If `marked`, all added tokens are found, else those of a user's text.
@@ -1040,7 +1040,7 @@ static void keep_likelier(float *p, int n, int id) {
 
 // Sets all p but the k largest to 0; of equal ones the lower ids stay. It searches for the limit:
 // at least k values are >= least, and fewer than k are >= above. The largest p is 1, others go down
-// to 8e-39: so it divides `above` by 256 until k are found, then it halves the range.
+// to 8e-39, or are 0: so it divides `above` by 256 until it has k (or 0), then it halves the range.
 static void keep_top_k(float *p, int n, int k) {
     float least = 0, above = 2;
     int kept = n;  // how many values are >= least
@@ -1137,7 +1137,7 @@ typedef enum {
     GOES_ON,
     COMPLETE,                      // a stop id or -x TEXT; other texts than answers: their last id
     IN_THINKING,                   // a stop id before the thinking has ended (Part II)
-    LIMIT_REACHED, CONTEXT_ENDED,  // -n, or no id is to be drawn (-o); -c
+    LIMIT_REACHED, CONTEXT_ENDED,  // option -n (or -o: none is to be drawn); option -c
     REPEATS,                       // without -n: the answer goes round in circles
     INTERRUPTED, FAILED            // any text: Ctrl-C; logits, or an embedding, are not finite
 } Ending;
@@ -1265,7 +1265,7 @@ static Ending embed_text(const Model *m, Text *text, float *x) {
 typedef struct {
     int role;     // SYSTEM (instructions for all of it), USER or ASSISTANT (the model)
     Ids ids;      // the drawn tokens of an answer (if -x TEXT ended it, those before TEXT)
-    Buffer text;  // the bytes of any other message. (Of a drawn answer, what follows ids: if option
+    Buffer text;  // bytes of a message that was not drawn. (Of a drawn one what follows ids: if
                   // -x TEXT ended it inside a token, the bytes of this token before TEXT)
 } Message;
 
