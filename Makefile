@@ -1,5 +1,5 @@
 # make            builds ./qwen3 for this machine
-# make run        asks the tiny model of tests/ a question
+# make run        asks the tiny model of tests/ a question, or MODEL=FILE
 # make journey    shows how a token goes through the tiny model: TEXT="The capital of France is"
 # make install    puts it into PREFIX/bin [/usr/local/bin]; make uninstall takes it away
 # make check      tests the functions of qwen3.c, without Python: seconds
@@ -55,7 +55,7 @@ qwen3-plain: qwen3.c Makefile .flags
 	$(CC) $(ALL_CFLAGS) -g -DPLAIN $(LDFLAGS) -o $@ qwen3.c $(LDLIBS)
 
 run: qwen3
-	./qwen3 tests/tiny/tiny.bin -t 0 -i "What is the capital of France?"
+	./qwen3 $(if $(findstring command,$(origin MODEL)),$(MODEL),tests/tiny/tiny.bin) -t 0 -i "What is the capital of France?"
 
 export TEXT = The capital of France is
 journey: tests/journey
@@ -69,7 +69,9 @@ bench: tests/bench
 	tests/bench $(MODEL) $(BITS) $(GROUP) $(LAYERS)
 
 PYTHON = tests/.venv/bin/python
-quality: qwen3 tests/test tests/.venv
+source:
+	@test '$(SOURCE)' || { echo "SOURCE: missing, expected make quality SOURCE=ORG/NAME" >&2; exit 1; }
+quality: source qwen3 tests/test tests/.venv
 	$(PYTHON) tests/quality.py '$(SOURCE)' $(TEXTS)
 
 portable: NATIVE =
@@ -178,5 +180,5 @@ clean:
 	      tests/libfuzzer .flags
 	rm -rf release tests/.venv
 
-.PHONY: help plain run journey bench quality portable install uninstall debug check test test-all answer sums \
+.PHONY: help source plain run journey bench quality portable install uninstall debug check test test-all answer sums \
         notes fuzz clean FORCE

@@ -2076,7 +2076,7 @@ static void take_tokens(Cursor *in, Tokenizer *tok) {
 }
 
 static void tokenizer_load(Tokenizer *tok, const char *file, int vocab_size) {
-    Cursor in = {file, "the header", file_map(file), .hint = "is it another model's, or cut?"};
+    Cursor in = {file, "the header", file_map(file), .hint = "another model's, cut, or JSON?"};
     Tables *tables = alloc(1, sizeof(Tables), "the tokenizer");
     tables->join = bytes("\n");  // if the file does not say it
     tables->advice = (Sampler){.temperature = 0.6f, .top_p = 0.95f, .top_k = 20, .repetition = 1};
@@ -2415,6 +2415,9 @@ static void set_model(Options *o, const char *arg, const char *before) {
     if (odd) die_usage("%.80s: begins with a typographic dash or quote, expected - or \"", odd);
     if (*before == '-' && before[1] >= 'A' && !before[2] && !o->given[(uint8_t)before[1]])
         die_usage("%s: was taken for the value of the option before it, is one missing?", before);
+    if (o->model && file_mode(arg) && !file_mode(o->model))
+        die_usage("%.80s: before \"%.99s\", expected MODEL first; there are no commands, and a "
+                  "prompt goes with -i, in quotes", o->model, arg);
     if (o->model)
         die_usage("%.80s: unexpected, as MODEL, the first name, is \"%.99s\"; a prompt goes with "
                   "-i, in quotes: -i \"%.80s\", a file with -f, -l or -L", arg, o->model, arg);
@@ -2439,7 +2442,8 @@ static void set_option(Options *o, const Option *option, const char *value) {
     if (!in_range || end == value || (end && *end) || (option->type == SEED && errno))
         die_usage("-%c: bad value, expected %s, found \"%.80s\"%s", option->letter,
                   option->expected ? option->expected
-                                   : say("%.10g to %.10g", option->low, option->high), value,
+                                   : say("%.10g to %.10g%s", option->low, option->high,
+                                         option->type == INTEGER ? ", a whole number" : ""), value,
                   option->type == REAL && strchr(value, ',') ? "; a point parts decimals" : "");
     if (option->type == REAL) *(float *)place = (float)number;
     if (option->type == MODE || option->type == INTEGER) *(int *)place = (int)number;
@@ -2484,7 +2488,7 @@ static Options parse_options(int argc, char **argv) {
     if (o.cache_bits != 8 && o.cache_bits != 32)
         die_usage("-C: bad value, expected 8 or 32, found \"%d\"", o.cache_bits);
     if (o.out && (!o.list || *o.out == '-'))
-        die_usage("-w: expected a file's name, and -l or -L");
+        die_usage("-w: expected a file's name, not -, and -l or -L");
     const bool asks_stdin = !o.text && !o.file && !o.list && o.mode != CHAT;
     if (asks_stdin && !is_terminal(STDIN_FILENO)) o.file = "-";  // a pipe
     if (o.out && !o.given['s']) o.seed = 0;
@@ -3301,7 +3305,8 @@ static void split_answers(Engine *e) {
                 die_usage("-o: the answer %.*s twice, expected different ones", (int)n, text);
         add_choice(&e->next, choice);
     }
-    if (e->next.n == 1) die_usage("-o: one answer, expected several, in quotes: \"TEXT|TEXT\"");
+    if (e->next.n == 1)
+        die_usage("-o: one answer, expected several, in quotes: \"TEXT|TEXT\" (> FILE is output)");
 }
 
 // Returns a text without the blanks at its end, U+3000 and the like, too. With both_ends, it loses
@@ -4094,7 +4099,7 @@ static const char help[] =
     "A PATH with spaces stands in quotes. A line that ends in \\ continues in the\n"
     "next. A pasted text waits for Enter. Ctrl-C stops an answer, or clears what is\n"
     "typed. For line editing and history, start the program with rlwrap before it.\n"
-    "Thinking is chosen at the start: -r 1, or -r 0.\n";
+    "Chosen at the start: thinking (-r 1, -r 0), the system prompt (-y TEXT).\n";
 
 // Returns the number of a command, N_COMMANDS of an unknown one, or -1 of a message; cuts its word
 // off. A command is one line that begins, not in quotes, with a slash and letters, or is exit or
@@ -4906,7 +4911,7 @@ static void open_out(List *l) {
     const char *file = l->e->options.out;
     Buffer *tail = &l->tail;
     Lines in = {.fd = file_open(file, true), .name = file, .most = INT_MAX};
-    if (in.fd < 0) die("%s: %s", file, strerror(errno));
+    if (in.fd < 0) die("%s: %s, expected a file that can be made", file, strerror(errno));
     if (!S_ISREG(file_mode(file))) die("%s: not a regular file, expected one or a new name", file);
     if (!file_lock(in.fd)) die("%s: in use by another run, expected another FILE", file);
     for (Bytes line; next_line(&in, &line, true);) {
@@ -4929,7 +4934,7 @@ static List *open_list(Engine *e) {
     *l = (List){.e = e};
     l->in = (Lines){.fd = file_open(name, false), .name = strcmp(name, "-") ? name : "stdin",
                     .most = fmin(1 << 30, memory_size() / 16)};
-    if (l->in.fd < 0) die("%s: %s", l->in.name, strerror(errno));
+    if (l->in.fd < 0) die("%s: %s, expected a file of lines", l->in.name, strerror(errno));
     if (file) open_out(l);
     if (same_file(l->in.fd, STDOUT_FILENO))
         die("%s: is the list and %s, expected another FILE", file ? file : l->in.name,
@@ -6500,7 +6505,7 @@ static Bytes file_map(const char *path) {
     const int fd = open(path, O_RDONLY | O_NONBLOCK, 0);  // does not wait for a named pipe's writer
     if (fd < 0) die("%s: %s, expected a file made by export.py", path, strerror(errno));
     const size_t size = (size_t)file_size(fd);
-    if (size == 0) die("%s: can't be used, expected a regular file with data, found none", path);
+    if (size == 0) die("%s: empty? expected a regular file with data, found none", path);
     void *p = mmap(NULL, size, PROT_READ, MAP_SHARED, fd, 0);
     if (p == MAP_FAILED) die("%s: can't be mapped: %s", path, strerror(errno));
     close(fd);

@@ -57,7 +57,7 @@ def test_cflags_choose_the_cpu(sources):
     for given in make("CFLAGS=-O2 -march=x"), make(CFLAGS="-O2 -march=x"):
         assert "=native" not in given and " -O2 -march=x " in given and "-O3" not in given
     assert " -O2 -march=y " in make("CFLAGS=-O2", "NATIVE=-march=y")
-    assert "make test-all " in call("make", "help", cwd=sources).stdout
+    assert "make test-all " in call("make", "help", cwd=sources).stdout and " a.bin -t" in make("run", "MODEL=a.bin")
 
 
 def functions(directory, *arguments):

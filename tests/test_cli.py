@@ -138,7 +138,7 @@ OTHERS = {  # other programs' options, and what is here
         "M -l a -w ''", "M -l a -w", "M -i a -o yes", "M -i a -o 'yes|'", "M -i a -o 'yes|yes'",
         "M -i a -o 'caf\udce9|no'", "M -i a -o 'yes|no' -m embed", "M -i a -o 'yes|no' -m tokenize",
         "M -i a -o 'yes|no' -m perplexity", "M -i a -o 'yes|no' -x a")],
-    ("M Why?", ['"M"', 'goes with -i', '-i "Why?"']), ("M -i a b", ["b: ", "in quotes", "-f"]),
+    ("M Why?", ['"M"', 'goes with -i', '-i "Why?"']), ("M -i a b", ["b: ", "in quotes", "-f"]), (f"run {QWEN3}", ["run: ", "MODEL first"]),
     ("M -p Why?", ["-p", "prompt goes with -i", '"Why?"']), ("M -p 0", ["above 0 and up to 1"]),
     *[(command, ["-n10", "-n 10"]) for command in ("M -n10", "-n10 M")],
     *[(f"-m {name} -i x", ["MODEL goes without -m"]) for name in ("model.bin", "models/M")],
