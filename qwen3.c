@@ -1407,7 +1407,7 @@ typedef struct Pass {
     int logit_rows;    // the most rows that get logits
     int n_blocks;      // of the KV cache
     int block_len;     // positions of a block: it has their keys and values in all layers
-    int draft_rows;    // how many rows run in about the time of one
+    int draft_rows;    // of a tile: together faster than one by one
     float *cache;      // (n_blocks) see The KV cache, Part III
     Row *rows;         // (batch)
     float *cos, *sin;  // (batch, rotary_dim / 2)  as in State, for each row
@@ -1431,7 +1431,7 @@ static bool forward_rows(Pass *p, int n);
 static float *classify(Pass *p, int n);
 
 // All threads run job(arg), and on_all_threads returns when the last has. They meet its loops EACH
-// and SLICES in one order: one of them runs an item of 0 .. count - 1, and none goes on before all
+// and SLICES in one order: each item of 0 .. count - 1 has one of them, and none goes on before all
 // are done. A slice begins at a multiple of `chunk`. Loops do not nest. No break or return leaves
 // one; between two a job may return. While no job runs, a loop of the main thread runs all items.
 typedef void (*Job)(void *arg);
@@ -1769,7 +1769,7 @@ static void take_weights(Cursor *in, Config *c, Weights *w) {
 }
 
 // Maps the file. The weights stay there, but an older file's matrices are copied if the model runs.
-// Only routers are checked: all would take a minute, and a bad weight makes logits not finite.
+// Only routers are checked: all take a minute, and most other bad weights make logits not finite.
 static void model_map(Model *m, const char *path, bool runs) {
     Config *c = &m->config;
     const Bytes file = file_map(path);
@@ -2639,7 +2639,7 @@ static bool run_pass(Engine *e) {
 // blocks go to a Kept. A text takes the ids with which it begins from a Kept or a text that runs
 // (prefix sharing): each block counts its users. A turn begins like the turn before it, and the
 // texts of a list often begin with one instruction. When no block is left, Kepts lose theirs, first
-// the one that was used the longest time ago. Then the youngest text has to stop. Later it runs
+// the last one: see keep_text. Then the youngest text has to stop. Later it runs
 // again up to the last id that it drew (preemption by recomputation).
 //
 // The invariant: a row is written only into a block with one user, and what counts as run (n_run;
@@ -2747,7 +2747,7 @@ static bool take_blocks(Engine *e, Text *t, int more, int spare) {
     return add_unused(e, blocks, count_blocks(e, n) - blocks->n, spare);
 }
 
-// Fills empty blocks with what ran of n ids: whole ones are shared, the one that n cuts is copied.
+// Gives `blocks`, which are none, what ran of n ids: whole ones are shared, the cut one is copied.
 // Returns false if there is none for it.
 static bool share_blocks(Engine *e, Blocks *blocks, Blocks from, size_t n) {
     const int whole = (int)(n / e->pass->block_len);
@@ -2908,7 +2908,7 @@ static void draft_texts(Engine *e) {
 // ------------------------------------------------------------------------------------------------
 // A pass: the ids that have not run, of all texts, as many as fit
 
-// Returns where the state of a text after n ids is saved, or NULL if that is no mark of it.
+// Returns where a text's state after n ids is saved. NULL: no mark is there, or no Kept is left.
 static float *save_at(Engine *e, const Text *t, size_t n) {
     const size_t *marks = t->slot->marks;
     Kept *kept = &e->kept[e->n_kept - 1];
@@ -3042,7 +3042,7 @@ static bool run_pass(Engine *e) {
     if (e->pass->n_needed == 0) return true;
     if (e->prompt_end == 0) e->prompt_end = now();
     if (e->mode != EMBED) classify(e->pass, e->pass->n_needed);
-    // The answer of a text alone is written by the main thread: Ctrl-C gets it out of a write.
+    // The main thread writes the answer of a text alone: Ctrl-C makes it try a stopped write again.
     if (e->n_running > 1 || e->mode == PERPLEXITY) on_all_threads(end_pass, e);
     else end_pass(e);
     return true;
@@ -3329,9 +3329,9 @@ static Bytes strip_message(const Tokenizer *tok, Bytes text) {
 }
 
 // Returns how many ids of a raw prompt need not be encoded anew with each TEXT, and takes away the
-// bytes that they stand for. A piece begins after them, behind a letter or a number, whatever
-// follows; and an added token that ends in a TEXT begins at `most` or later. No bytes make the
-// prefix: it is always among them. Of an empty prompt (see encode_choices) all ids are.
+// bytes that they stand for. Whatever follows, a piece ends there: a letter or a number is before,
+// and no letter after. An added token that ends in a TEXT begins at `most` or later. No bytes make
+// the prefix: it is always among them. Of an empty prompt (see encode_choices) all ids are.
 static size_t keep_ids(const Tokenizer *tok, const Ids *ids, Bytes *prompt) {
     const Bytes text = strip_end(tok, *prompt);
     const bool normalized = tok->tables->has_normalized;  // NFC may make such a token shorter
@@ -3382,8 +3382,8 @@ static void compare_all(Choices *all) {
 
 // Encodes the given answers of the next text: with -m generate -o @NAME each together with its
 // prompt, else `prompt` is empty. As in lm-evaluation-harness, as many first ids as e->prompt has
-// count as the prompt's. If some of them are others than e->prompt's for any TEXT, all TEXTs' ids
-// begin there. Returns what is wrong, or NULL.
+// count as the prompt's. If a TEXT changes some of these, the ids of all TEXTs begin with the first
+// id of e->prompt that any TEXT changes. Returns what is wrong, or NULL.
 static const char *encode_choices(Engine *e, Bytes prompt) {
     const Tokenizer *tok = &e->tokenizer;
     const Ids *ids = &e->prompt;
@@ -3391,7 +3391,7 @@ static const char *encode_choices(Engine *e, Bytes prompt) {
     Choice *const end = all->p + all->n;
     const size_t kept = keep_ids(tok, ids, &prompt), context = e->model.context;
     const size_t closing = e->may_think ? e->budget_text.n + 1 : 0;
-    size_t same = ids->n;
+    size_t same = ids->n;  // so many first ids of e->prompt no TEXT changes
     Buffer text = {0};
     if (prompt.n && (prompt.n + 40.0) * all->n > 20e6)
         return say("too long, expected a shorter last word: all answers encode its %zu bytes anew",
@@ -3572,7 +3572,7 @@ static bool end_text(Engine *e, Text *t) {
 // ------------------------------------------------------------------------------------------------
 // Checks and notices: what is wrong with a prompt, and what is worth knowing before it runs. A
 // wrong prompt ends the program, but in a dialogue only its turn, and in a list only its line.
-// Notices wait for the last check: so an error message stands alone.
+// give_notices waits for the last check: so an error message mostly stands alone.
 
 // Returns whether ids are drawn: of answers, or with -o of thinking before them, unless -n is 0.
 static bool draws_ids(const Engine *e) {
@@ -3707,7 +3707,7 @@ static void give_notices(Engine *e) {
 // ------------------------------------------------------------------------------------------------
 // Results: an answer, ids, a score, a vector or given answers, as a line or as members of an object
 
-// JSON's escapes, each of a backslash and a letter, and what they mean. The last need not be one.
+// JSON's escapes, each of a backslash and one of these, and what they mean. / need not be escaped.
 static const char escapes[] = "\"\\bfnrt/", escaped[] = "\"\\\b\f\n\r\t/";
 
 // Appends a text as a JSON string. What is not UTF-8 is \ufffd: once, or for each byte.
@@ -3948,7 +3948,7 @@ static void encode_prompt(Engine *e, const Conversation *talk, size_t first) {
 // Answers the conversation's last message; with `again` the one before, whose new answer takes the
 // old one's place. The older half of the turns is forgotten, again and again, until an answer has
 // room (1,024 tokens, or less: an eighth of the context, or -n), or only the question is left.
-// Returns false if the question is too long, and nothing is forgotten then, or after Ctrl-C.
+// Returns false, and forgets nothing, if the question is too long or Ctrl-C comes before an answer.
 static bool answer_last(Engine *e, bool again) {
     Conversation *talk = &e->conversation;
     const Conversation asked = {talk->p, talk->n - again, 0};  // up to the question, until respond
@@ -4071,7 +4071,7 @@ static bool next_line(Lines *in, Bytes *line, bool wait) {
 
 // ------------------------------------------------------------------------------------------------
 // Conversations, from stdin. In a script each line is a turn, and an error ends it. At a terminal a
-// message is typed or pasted, or is a command, no error ends it, and Ctrl-C stops an answer.
+// message is typed or pasted, or is a command; a wrong one ends nothing; Ctrl-C stops an answer.
 
 // Cuts the first word off a text, and the blanks after it. The word ends at a blank, or is in
 // quotes: many terminals quote the name of a file that is dropped there.
@@ -5345,7 +5345,7 @@ static bool next_slice(Slice *s, int count, int chunk) {
 
 static void *worker_main(void *arg) {
     thread = (int)(intptr_t)arg;
-#ifndef _WIN32  // Ctrl-C is the main thread's alone, where it ends a read or a write.
+#ifndef _WIN32  // Ctrl-C is the main thread's alone: it ends read(), or write(), which is repeated
     sigset_t interrupt;
     sigemptyset(&interrupt);
     sigaddset(&interrupt, SIGINT);
