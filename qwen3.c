@@ -6067,7 +6067,7 @@ static void choose_all(const Worker *me) {
         if (!choose_experts(me->c, me->router_out + at, me->share + at)) h[0] = NAN;
     }
     EACH (once, 1, 1) route(me);  // one thread alone
-    EACH (i, me->place[me->p->n_chosen], 16) {  // a whole vector: int8, scale, bias_fix
+    EACH (i, me->place[atomic_load(&me->p->n_chosen)], 16) {  // a whole vector: int8, scale, bias_fix
         const Quantized from = from_token(&me->h8, me->token[i]), to = from_token(&me->chosen8, i);
         memcpy(to.int8, from.int8, to.stride * 4);
     }
