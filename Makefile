@@ -54,8 +54,9 @@ plain: qwen3-plain
 qwen3-plain: qwen3.c Makefile .flags
 	$(CC) $(ALL_CFLAGS) -g -DPLAIN $(LDFLAGS) -o $@ qwen3.c $(LDLIBS)
 
+run: MODEL = tests/tiny/tiny.bin
 run: qwen3
-	./qwen3 $(if $(findstring command,$(origin MODEL)),$(MODEL),tests/tiny/tiny.bin) -t 0 -i "What is the capital of France?"
+	./qwen3 $(MODEL) -t 0 -i "What is the capital of France?"
 
 export TEXT = The capital of France is
 journey: tests/journey

@@ -2004,8 +2004,10 @@ static int added_next(const Tokenizer *tok, Bytes text, size_t *at, int which) {
 // Cuts the text at added tokens that are spelled out in it, and at NORMALIZED ones between them.
 static void encode_cut(Encoder *enc, Bytes text, int which) {
     Buffer normal = {0};
-    if (which & NORMALIZED) normalize(enc->tok, &normal, text);
-    if (which & NORMALIZED) text = bytes_of(&normal);
+    if (which & NORMALIZED) {
+        normalize(enc->tok, &normal, text);
+        text = bytes_of(&normal);
+    }
     for (size_t at = 0, done = 0;;) {
         const int id = added_next(enc->tok, text, &at, which);
         Bytes between = {text.n ? text.p + done : text.p, at - done};
@@ -3306,7 +3308,7 @@ static void split_answers(Engine *e) {
         add_choice(&e->next, choice);
     }
     if (e->next.n == 1)
-        die_usage("-o: one answer, expected several, in quotes: \"TEXT|TEXT\" (> FILE is output)");
+        die_usage("-o: one answer, expected several, in quotes: \"TEXT|TEXT\" (output: > FILE)");
 }
 
 // Returns a text without the blanks at its end, U+3000 and the like, too. With both_ends, it loses
@@ -6067,7 +6069,7 @@ static void choose_all(const Worker *me) {
         if (!choose_experts(me->c, me->router_out + at, me->share + at)) h[0] = NAN;
     }
     EACH (once, 1, 1) route(me);  // one thread alone
-    EACH (i, me->place[atomic_load(&me->p->n_chosen)], 16) {  // a whole vector: int8, scale, bias_fix
+    EACH (i, me->place[atomic_load(&me->p->n_chosen)], 16) {  // a vector: int8, scales, bias_fix
         const Quantized from = from_token(&me->h8, me->token[i]), to = from_token(&me->chosen8, i);
         memcpy(to.int8, from.int8, to.stride * 4);
     }

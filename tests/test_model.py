@@ -221,9 +221,9 @@ def test_seed_repeats(small):
     drawn = [qwen3(*run) for _ in range(2)]
     texts = {STATS.search(result.stderr)[4].decode(): result.stdout for result in drawn}
     assert all(int(seed) < 10**6 for seed in texts)
-    fixed = {seed: output(*run, "-s", seed) for seed in (*range(8), 2**32 + 1, -3, 2**64 - 1)}
-    assert len(set(fixed.values())) == 11 and len(texts | fixed) == 13    # a text that is drawn may be empty, as -3's
-    texts |= fixed
+    texts |= {seed: output(*run, "-s", seed) for seed in (*range(8), 2**32 + 1, -3, 2**64 - 1)}
+    written = [text for text in texts.values() if text]                        # seed -3's is empty, and 3 % of those drawn
+    assert len(set(written)) == len(written) >= 10 and len(texts) == 13
     assert all(output(*run, "-s", seed) == text for seed, text in texts.items())
 
 
