@@ -9,7 +9,7 @@
    until it did this well. This program only uses them. It cuts a text, the prompt, into tokens
    (encode_raw, render) and runs each through the model (forward). Then it computes a number for
    each token of the vocabulary, higher for a likelier one (compute_logits), and draws one by these
-   numbers (sample). It writes this token, appends it and runs it, until the answer ends (run_text).
+   numbers (sample). It appends this token, writes it and runs it, until the answer ends (run_text).
 
    Inside the model, each token of the text is dim numbers: a vector x (dim), the residual stream.
    (A name is followed by its shape.) x begins as the token's row of the embedding table
@@ -40,7 +40,7 @@
    Wq h is a matrix (out, in) times a vector (in). q . K are the dot products of q with the rows of
    K; shares times V is the sum of the rows of V, each times its share. u * v multiplies element by
    element. The embedding table, all W, rms_ and _norm are weights; eps is mostly 1e-6. One step is
-   left out: quantize rounds a vector to 8 bits (Q8(h)) before any but small matrices multiply it:
+   left out: before a vector meets a matrix that is not small, quantize rounds it to 8 bits (Q8(h)):
 
    x -+- norm, Q8, Wqkv, norm, rope, attention, Q8, Wo -(+)-+- norm, Q8, W1 W3, silu, Q8, W2 -(+) x
       '--------------------------------------------------'  '----------------------------------'
@@ -50,7 +50,7 @@
 
      Norm.    A layer reads a copy of x of about one magnitude (rmsnorm), and adds to x itself. So x
               can grow, and keeps what each layer added. (Were x itself normalized in each layer,
-              what the first ones added would fade.) QK-norm keeps q . k small: see Scale.
+               what the first ones added would fade.) QK-norm bounds |q| and |k|, and so q . k.
      Scale.   q . k sums head_dim products, some positive and some negative. Its magnitude is about
               sqrt(head_dim) times that of one product. Dividing by this makes heads of any width
               alike. Else softmax could give nearly all to one position.
@@ -145,7 +145,7 @@ typedef struct {
     int head_dim;           // n_heads * head_dim need not be dim
     int shared_classifier;  // 1: Wcls is the token embedding; HF tie_word_embeddings
     int group_size;         // weights of a row with one scale; divides the cols of every Matrix
-    int layer_bits;         // of a weight of the layers' matrices, 8 or 4; the others have 8
+    int layer_bits;         // bits of a weight in the layers' matrices, 8 or 4; the others have 8
     int eight_bits;         // bit i set: matrix i of wq wk wv wo w1 w2 w3 wg has 8 nevertheless
     int panels;             // 1: the file has panels (see weight_int), 0: loading makes them
     int8_t levels[16];      // with 4 bits: a weight's int8 values (export.py's are densest near 0)
@@ -159,7 +159,7 @@ typedef struct {
     int n_experts;          // 0: not a mixture of experts; HF num_experts
     int n_experts_used;     // by each token; HF num_experts_per_tok
     int no_topk_norm;       // 1: their shares need not add up to 1; HF norm_topk_prob = false
-    int attention_every;    // layer l has attention if it divides l + 1, else delta; 0: all have
+    int attention_every;    // layer l has attention if l + 1 is a multiple, else delta; 0: all have
     int delta_k_heads;      // of a delta layer: queries, and keys; HF linear_num_key_heads
     int delta_v_heads;      // values, and S; HF linear_num_value_heads
     int rotary_dim;         // elements of a head that rope rotates, the first ones; Qwen3: all
@@ -199,7 +199,7 @@ typedef struct {
     const float *conv;     // (PAST + 1, delta_dim) or NULL: attention   conv1d
     const float *forget;   // (delta_v_heads)             exp(A_log)
     const float *dt_bias;  // (delta_v_heads)             dt_bias
-    const float *o_norm;   // (DELTA_DIM)                 norm (Qwen3.5's other norms: HF has w - 1)
+    const float *o_norm;   // (DELTA_DIM)                 norm (Qwen3.5's other norms: HF's, plus 1)
     const float *wa, *wb;  // (delta_v_heads, dim)        in_proj_a, in_proj_b
     // With experts, w1, w3 and w2 hold the rows of expert 0, then those of expert 1, and so on.
     Matrix w1, w3;         // (hidden_dim, dim)           mlp.gate_proj, up_proj
@@ -223,7 +223,7 @@ typedef struct {   // a vector (cols) as int8 values, and a scale for each group
 // What changes while the model runs: KV cache, state of delta layers, vectors of one token. Part
 // I's functions use them. (Part III has a Pass: a cache of blocks, and vectors of many tokens.)
 typedef struct {
-    float *x;          // (dim)           the residual stream
+    float *x;          // (dim)           the residual stream, of the token that runs
     float *cos, *sin;  // (rotary_dim / 2)  of the angles of rope at the token's position
     float *h;          // (dim)           rmsnorm(x)
     Q8 h8;             // (dim)           Q8(h)
@@ -266,8 +266,8 @@ static float max_abs(const float *x, int n);
 // The float with these 16 bits: 1 of sign, 5 of exponent, 10 of fraction (IEEE 754 half precision)
 static float half_float(uint16_t half);
 
-// sum(x) or sum(x^2), x (n). Element i goes to partial sum i % 16. That is the same order whether a
-// CPU adds 4, 8 or 16 floats at once.
+// sum(x) or sum(x^2), x (n). Element i goes to partial sum i % 16; then their upper half is added
+// to the lower, four times: the same order whether a CPU adds 4, 8 or 16 floats at once.
 INLINE float sum_of(const float *x, int n, const bool squared) {
     float sums[16] = {0};
     int i = 0;
@@ -335,7 +335,7 @@ enum { PANEL = 16 };
 INLINE int weight_int(const Matrix *w, int r, int i) {
     const int half = w->group_size / 2, g = i / w->group_size, j = i % w->group_size;
     const int at = w->bits == 8 ? i : g * half + j % half;  // the byte of the row
-    const size_t column = (size_t)(r / PANEL) * (w->cols * w->bits / 32) + at / 4;  // of 16 words
+    const size_t column = (size_t)(r / PANEL) * (w->cols * w->bits / 32) + at / 4;  // its number
     const int8_t byte = w->bytes[(column * PANEL + r % PANEL) * 4 + at % 4];
     return w->bits == 8 ? byte : w->levels[(j < half ? byte : byte >> 4) & 15];
 }
@@ -389,11 +389,11 @@ static void add(float *x, const float *y, int n) {
 // Embedding and rope: a token's first x, and what tells the layers its position
 //
 // rope rotates each pair (q[j], q[j + rotary_dim/2]), j < rotary_dim/2, by the angle pos *
-// theta^(-2j / rotary_dim), and k in the same way. If both turn by the same angle, q . k stays: so
-// it depends on the positions only by their distance. theta is mostly 1e6. Pair 0 turns by 1 radian
-// a position: it tells neighbours apart, but after 6 positions it has gone round nearly once.
-// Slower pairs tell near from far: pair 36 of 64 goes round in 14,900 positions. The last pair
-// turns almost theta times as slowly as pair 0: by 3 degrees in 40,960 positions.
+// theta^(-2j / rotary_dim), and k in the same way. Turn both back by k's angle: q . k stays, and q
+// is left with the angle of their distance: it alone counts. theta is mostly 1e6. Pair 0 turns by 1
+// radian a position: it tells neighbours apart, but after 6 it has gone round nearly once. Slower
+// pairs tell near from far: with rotary_dim 128, pair 36 of 64 goes round in 14,900 positions. The
+// last pair turns 806,000 times as slowly as pair 0: by 3 degrees in 40,960 positions.
 
 // Returns the frequency of pair j in radians per position. If rope is scaled for texts longer than
 // in training (YaRN, arXiv 2309.00071), the file has other frequencies: the slow pairs turn slower
@@ -467,7 +467,7 @@ static void norm_and_rope(const Config *c, float *x, const float *w, const float
     rope(x, cos, sin, c->rotary_dim / 2);
 }
 
-// q = rope(rmsnorm(Wq h8)), k = rope(rmsnorm(Wk h8)), v = Wv h8; k and v go to the KV cache. Qwen2
+// q = rope(rmsnorm(Wq h8)), k = rope(rmsnorm(Wk h8)), v = Wv h8; k, v are made in the cache. Qwen2
 // and Qwen2.5 have no QK-norm, but biases: q = rope(Wq h8 + bq), k alike, v = Wv h8 + bv.
 static void qkv(Model *m, int l, int pos) {
     const Config *c = &m->config;
@@ -487,8 +487,8 @@ static void qkv(Model *m, int l, int pos) {
     for (int i = 0; i < c->n_kv_heads; i++)
         norm_and_rope(c, k + i * c->head_dim, layer->k_norm, s->cos, s->sin);
     if (c->cache_bits == 8) {
-        // Qwen2.5's bk has elements 100 times the others, which rope hardly turns. k - bk has
-        // finer groups without them. All scores of a q lose the same q . bk: its shares stay.
+        // Qwen2.5's bk has some elements 100 times the others, in pairs so slow that k keeps them.
+        // Groups of k - bk are finer, and all scores of a q lack the same q . bk: its shares stay.
         for (int i = 0; layer->bk && i < c->kv_dim; i++) k[i] -= layer->bk[i];
         round_to_int8(k, c->kv_dim);
         round_to_int8(v, c->kv_dim);
@@ -559,12 +559,12 @@ static void run_attention(Model *m, int l, int pos) {
 // A delta layer has a matrix S (DELTA_DIM, DELTA_DIM) for each value head. It maps keys to values:
 // S^T k, the sum of the rows of S, each times its element of k, is the value that S has for k. For
 // each token, S first forgets: it keeps the share g. Then it learns d, a share b of the difference
-// (delta) between the token's value and the one that S has for its key. |k| is 1: so S + k d^T has
-// d more for k. Last, the token's query asks S. In place of the lines from q to a, a layer computes
+// (delta) between the token's value and the one that S has for its key. S + k d^T has (k . c) d
+// more for a key c: d for k, as |k| is 1. Then its query asks S. In place of q to a, a layer has
 //
 //   u = [Wq h; Wk h; Wv h]                   delta_k_heads q and k, delta_v_heads v (DELTA_DIM)
 //   [q; k; v] = silu(conv[0] * u3 + conv[1] * u2 + conv[2] * u1 + conv[3] * u)
-//                                            u1 is u of the token before, u2 of the one before u1
+//              u1 is u of the token before, u2 of the one before u1: so q, k and v see 4 tokens
 //   q = q / |q| / sqrt(DELTA_DIM), k = k / |k|    for each head
 //   g = exp(-forget * softplus(Wa h + dt_bias))   softplus(z) = log(1 + exp(z))
 //   b = sigmoid(Wb h)                        each value head has one g and one b, from 0 to 1
@@ -646,7 +646,7 @@ static void run_delta(Model *m, int l, int pos) {
     matmul(v, &layer->wv, 0, c->delta_v_dim, s->h8);
     matmul(s->a_gate, &layer->wg, 0, c->delta_v_dim, s->h8);
     for (int i = 0; i < c->delta_dim; i += DELTA_DIM) {
-        convolve(q + i, past + PAST * i, layer->conv + i, c->delta_dim);
+        convolve(q + i, past + PAST * i, layer->conv + i, c->delta_dim);  // past: 3 rows a head
         if (i < c->delta_k_dim) make_unit(q + i, 1 / sqrtf(DELTA_DIM));
         else if (i < 2 * c->delta_k_dim) make_unit(q + i, 1);
     }
@@ -673,7 +673,7 @@ static void run_delta(Model *m, int l, int pos) {
 //
 // Qwen3.5's mixture has a shared expert, too, the last: it is always added, with sigmoid(Wr h).
 
-// out (dim) = W2 Q8(silu(W1 h8) * (W3 h8)), each W that of `expert` (0 if the layer has none).
+// out (dim) = W2 Q8(silu(W1 h8) * (W3 h8)), each W that of `expert` (0 if there are no experts).
 static void feed_forward(Model *m, const Layer *layer, int expert, float *out) {
     const int dim = m->config.dim, hidden_dim = m->config.hidden_dim;
     State *s = &m->state;
@@ -689,8 +689,8 @@ static int all_experts(const Config *c) { return c->n_experts + c->shared_expert
 // Chooses the n_experts_used experts with the largest term, of equal terms the lower number. term
 // is Wr h, and is overwritten; term and share are (all_experts). With e = exp(term - max), a chosen
 // expert's share is its e over the sum of the chosen ones' (the softmax's own sum cancels), or with
-// no_topk_norm over the sum of all; a shared one's is sigmoid(Wr h). Others are 0: all, if it
-// returns false because the sum is NaN.
+// no_topk_norm over the sum of all; a shared one's is sigmoid(Wr h). The others' are 0. If the sum
+// is NaN, all are 0, and it returns false.
 static bool choose_experts(const Config *c, float *term, float *share) {
     const float all = softmax_terms(term, c->n_experts, max_of(term, c->n_experts));
     float chosen = 0;
@@ -723,7 +723,7 @@ static void run_experts(Model *m, const Layer *layer) {
         feed_forward(m, layer, e, s->y);
         for (int i = 0; i < dim; i++) s->out[i] += s->share[e] * s->y[i];
     }
-    if (!chosen) s->out[0] = NAN;  // and so is all that is made of x: the answer ends
+    if (!chosen) s->out[0] = NAN;  // and so is what is made of x: at NaN logits the answer ends
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -739,7 +739,7 @@ static void run_layer(Model *m, int l, int pos) {
     State *s = &m->state;
 
     norm_and_quantize(m, layer->rms_att);     // h = rmsnorm(x), h8 = Q8(h)
-    if (layer->conv) run_delta(m, l, pos);    // a = rmsnorm(S^T q) * silu(Wg h8)
+    if (layer->conv) run_delta(m, l, pos);    // a delta layer: a = rmsnorm(S^T q) * silu(Wg h8)
     else run_attention(m, l, pos);            // a = softmax(q . K / sqrt(head_dim)) V
     quantize(s->a8, s->a, layer->wo.cols, c->group_size);
     matmul(s->out, &layer->wo, 0, c->dim, s->a8);
@@ -773,15 +773,15 @@ static float *compute_logits(Model *m) {
 
 // ------------------------------------------------------------------------------------------------
 // Text to tokens. Added tokens were put into the vocabulary by hand: marks (<|im_start|> begins a
-// message) and words, say a name that a fine-tune added. A raw text is cut at all, a user's message
+// message) and words, say a name that a fine-tune added. Raw text is cut at both, a user's message
 // only at words: there <|im_start|> is plain text. What lies between gets Unicode's form NFC: e and
-// a combining accent (U+0301) become one letter (U+00E9). Both spellings get the same ids. (Qwen3's
-// next step would cut at the accent: it is no letter.) A regular expression cuts the text into
-// pieces, mostly words with the space before them: "Hello, world" becomes "Hello" "," " world", ids
-// 9707 11 1879. Then comes byte-pair encoding: at first each byte of a piece is a token. A merge
-// makes one token of two neighbours, if their bytes together are a token. The merge of the highest
-// priority is next: l o w e r -> l o w er -> l ow er -> l ower -> lower. Vocabulary and priorities
-// were made before training, from its texts' most frequent pairs. A model only knows texts cut so.
+// a combining accent (U+0301) become one letter (U+00E9), else Qwen3's next step would cut between
+// them. So both spellings get the same ids. A regular expression cuts the text into pieces, mostly
+// words with the space before them: "Hello, world" becomes "Hello" "," " world", ids 9707 11 1879.
+// Then comes byte-pair encoding: at first each byte of a piece is a token. A merge makes one token
+// of two neighbours, if their bytes together are a token. The merge of the highest priority is
+// next: l o w e r -> l o w er -> l ow er -> l ower -> lower. Vocabulary and priorities were made
+// before training, from its texts' most frequent pairs. A model only knows texts cut so.
 
 typedef struct { const uint8_t *p; size_t n; } Bytes;  // owned elsewhere; no NUL ends a text
 typedef struct { uint8_t *p; size_t n, cap; } Buffer;  // bytes that grow: p has room for `cap`
@@ -800,8 +800,8 @@ static Bytes bytes_from(Bytes b, size_t start) {  // b.p may be NULL if `start` 
 }
 
 enum { OTHER, LETTER, NUMBER, SPACE, END };  // classes of characters; END: after the text
-// Bits of Tokenizer.kind. SPECIAL: not written. NORMALIZED: looked for after NFC. Text that spells
-// a token becomes it in a raw text if ADDED, in an answer if ANSWERED, else if A_WORD as well.
+// Bits of Tokenizer.kind. SPECIAL: not written. NORMALIZED: looked for after NFC. Text becomes the
+// token it spells if ADDED (raw text), ANSWERED (an answer, not a drawn one), else if A_WORD, too.
 enum { ADDED = 1, SPECIAL = 2, NORMALIZED = 4, A_WORD = 8, ANSWERED = 16 };
 enum { SYSTEM, USER, ASSISTANT };  // who wrote a message
 
@@ -962,8 +962,8 @@ static void encode_plain(Encoder *enc, Bytes text) { buffer_add(&enc->pending, t
 // Adds a text: added tokens that it spells go to encode_token, the rest to encode_plain. (Part II)
 static void encode_marked(Encoder *enc, Bytes text);
 
-// Adds a message. In an answer it finds the ANSWERED tokens, all added ones but SPECIAL, because a
-// model draws them. In other messages it finds A_WORDs that are ANSWERED, too. (Part II)
+// Adds a message by its text. In an answer it finds the ANSWERED tokens (all added ones that are
+// not SPECIAL: a model draws them), in other messages only those that are A_WORD, too. (Part II)
 static void encode_message(Encoder *enc, Bytes text, int role);
 
 // Appends the ids of a text. If `marked`, all added tokens are found, else those of a user's text.
@@ -1038,9 +1038,9 @@ static void keep_likelier(float *p, int n, int id) {
     for (int i = id; i < n; i++) p[i] = p[i] > limit ? p[i] : 0;
 }
 
-// Sets all p but the k largest to 0; of equal ones the lower ids stay. It searches for the limit:
-// at least k values are >= least, and fewer than k are >= above. The largest p is 1, others go down
-// to 8e-39, or are 0: so it divides `above` by 256 until it has k (or 0), then it halves the range.
+// Sets all p but the k largest to 0; of equal ones the lower ids stay. It searches for the k-th
+// largest: always at least k values are >= least, and fewer than k are >= above. p goes from 1 to
+// 8e-39, or is 0: so while least is 0, it tries above / 256; then the middle between the two.
 static void keep_top_k(float *p, int n, int k) {
     float least = 0, above = 2;
     int kept = n;  // how many values are >= least
@@ -1117,8 +1117,8 @@ static double log_sum_exp(float *logits, int n) {
 
 // ------------------------------------------------------------------------------------------------
 // The main loop. A text is its ids, of which the first n_run have run. They run in order. An id's
-// logits predict the id after it. Ids before number `target` are taken as they are. The others are
-// predicted: drawn, or if they are there, scored. (Option -o scores given answers: see Part II.)
+// logits predict the id after it. Ids before number `target` (from 0) are given. The others are
+// predicted: drawn, or if they are there, scored, as are several answers with option -o (Part II).
 //
 //   use             target begins at  each target ...                  the text ends
 //   an answer       the prompt's end  is drawn, appended and written   by one of the Endings below
@@ -1265,8 +1265,8 @@ static Ending embed_text(const Model *m, Text *text, float *x) {
 typedef struct {
     int role;     // SYSTEM (instructions for all of it), USER or ASSISTANT (the model)
     Ids ids;      // the drawn tokens of an answer (if -x TEXT ended it, those before TEXT)
-    Buffer text;  // bytes of a message that was not drawn. (Of a drawn one what follows ids: if
-                  // -x TEXT ended it inside a token, the bytes of this token before TEXT)
+    Buffer text;  // what follows ids: all of a message that was not drawn; else nothing, but if
+                  // -x TEXT ended the answer inside a token, the bytes of this token before TEXT
 } Message;
 
 typedef struct { Message *p; size_t n, cap; } Conversation;
@@ -1806,7 +1806,7 @@ static void model_map(Model *m, const char *path, bool runs) {
 
 // What a file may ask for, so that none takes all time or memory
 enum { LONGEST = 1024, LONGEST_ADDED = 128,  // bytes of a token, of an added token
-       LONGEST_STRIP = 64, MOST_IDS = 1000,  // bytes of ChatFormat.strip; ids in a section
+       MOST_STRIP = 64, MOST_IDS = 1000,  // bytes of ChatFormat.strip; ids in a section
        MOST_PARTS = 4 };                     // characters that one decomposes into
 
 // Tables of characters: BAD_BYTE + byte stands for a byte that is not UTF-8.
@@ -1901,8 +1901,8 @@ static void take_chat(Cursor *in, ChatFormat *f) {
                       &f->open[USER], &f->close[USER], &f->open[ASSISTANT], &f->close[ASSISTANT],
                       &f->answer_open[0], &f->answer_open[1], &f->strip, &f->trim};
     for (size_t i = 0; i < sizeof(texts) / sizeof(*texts); i++) *texts[i] = take_text(in);
-    if (f->strip.n > LONGEST_STRIP)
-        die_bad(in, in->part, "strip of at most %d bytes, found %zu", LONGEST_STRIP, f->strip.n);
+    if (f->strip.n > MOST_STRIP)
+        die_bad(in, in->part, "strip of at most %d bytes, found %zu", MOST_STRIP, f->strip.n);
 }
 
 // samp, and plai for a chat whose thinking is switched off: f32, f32, u32, perhaps f32
@@ -1932,8 +1932,7 @@ static bool take_section(Cursor *in, Tokenizer *tok) {
     else if (!strcmp(tag, "begn")) tok->chat.begun = take_bytes(in, in->rest.n);
     else if (!strcmp(tag, "strp")) tok->chat.strips = true;
     else if (!strcmp(tag, "syst")) tables->systems = true;
-    else if (!strcmp(tag, "join"))
-        tables->join = take_bytes(in, min_size(in->rest.n, LONGEST_STRIP));
+    else if (!strcmp(tag, "join")) tables->join = take_bytes(in, min_size(in->rest.n, MOST_STRIP));
     else if (!strcmp(tag, "nosy")) tables->no_systems = true;
     else if (!strcmp(tag, "gues")) tables->guessed_chat = true;
     else if (!strcmp(tag, "from")) tables->from = take_bytes(in, in->rest.n);
@@ -2368,7 +2367,8 @@ static const Option options[] = {  // those with a value
     {'p', REAL, PLACE(top_p), 1e-30, 1, "above 0 and up to 1 (a prompt goes with -i)", " top-p "},
     {'k', INTEGER, PLACE(top_k), 0, INT_MAX, NULL, " top-k "},
     {'a', REAL, PLACE(presence), 0, 2, NULL, " presence-penalty "},
-    {'e', REAL, PLACE(repetition), 0.01, 100, NULL, " repeat-penalty repetition-penalty "},
+    {'e', REAL, PLACE(repetition), 0.01, 100, "0.01 to 100, where 1 is off",
+     " repeat-penalty repetition-penalty "},
     {'x', TEXT, PLACE(stop), 1, INT_MAX, "a text, not empty", " stop reverse-prompt "},
     {'s', SEED, PLACE(seed), 0, INT_MAX, "a 64-bit integer", " seed "},
     {'n', INTEGER, PLACE(n), -1, INT_MAX, NULL,
@@ -2418,11 +2418,11 @@ static void set_model(Options *o, const char *arg, const char *before) {
     if (*before == '-' && before[1] >= 'A' && !before[2] && !o->given[(uint8_t)before[1]])
         die_usage("%s: was taken for the value of the option before it, is one missing?", before);
     if (o->model && file_mode(arg) && !file_mode(o->model))
-        die_usage("%.80s: before \"%.99s\", expected MODEL first; there are no commands, and a "
-                  "prompt goes with -i, in quotes", o->model, arg);
+        die_usage("%.80s: before \"%.99s\", expected MODEL first, no command; -i has the prompt",
+                  o->model, arg);
     if (o->model)
-        die_usage("%.80s: unexpected, as MODEL, the first name, is \"%.99s\"; a prompt goes with "
-                  "-i, in quotes: -i \"%.80s\", a file with -f, -l or -L", arg, o->model, arg);
+        die_usage("%.80s: unexpected, as MODEL is \"%.99s\"; a prompt goes with -i, in quotes: "
+                  "-i \"%.80s\", a file (cat joins several) with -f, -l, -L", arg, o->model, arg);
     o->model = arg;
 }
 
@@ -2483,14 +2483,15 @@ static Options parse_options(int argc, char **argv) {
         else if (strcmp(arg, "-v")) set_option(&o, option_named(arg), argv[++i]);  // NULL: the end
     }
     if (!o.model || !*o.model || strlen(o.model) > LONGEST_PATH)
-        die_usage("MODEL: missing or too long, expected a .bin file; -h shows more");
+        die_usage("MODEL: %s, expected a .bin file; -h shows more",
+                  o.model && *o.model ? "too long" : "missing");
     for (const char *p = "qv lL lf Lf lv Lv ox "; *p; p += 3)  // pairs that exclude each other
         if (o.given[(uint8_t)p[0]] && o.given[(uint8_t)p[1]])
             die_usage("-%c, -%c: both given, expected one of them", p[0], p[1]);
     if (o.cache_bits != 8 && o.cache_bits != 32)
         die_usage("-C: bad value, expected 8 or 32, found \"%d\"", o.cache_bits);
     if (o.out && (!o.list || *o.out == '-'))
-        die_usage("-w: expected a file's name, not -, and -l or -L");
+        die_usage("-w: expected a list (-l, -L) and a file's name; one answer goes to > FILE");
     const bool asks_stdin = !o.text && !o.file && !o.list && o.mode != CHAT;
     if (asks_stdin && !is_terminal(STDIN_FILENO)) o.file = "-";  // a pipe
     if (o.out && !o.given['s']) o.seed = 0;
@@ -2863,9 +2864,8 @@ static void schedule(Engine *e) {
 //
 // All texts of a pass share draft_rows rows. A text gets twice as many after a draft without a
 // wrong id. With -b 1, or while a prompt runs, there are no drafts. A drafted token costs
-// DRAFT_COST, a right one earns twice as much, and every pass earns 1. While this credit is
-// negative there are no drafts. So a wrong token is paid for by a right one, by 20 passes or, 40
-// times, by saved credit. With experts, it makes a pass longer by half: 2.5 % of the time.
+// DRAFT_COST, a right one earns twice as much, and every pass earns 1; below 0 there are no drafts.
+// So a wrong token is paid for by a right one, by 20 passes or, 40 times, by saved credit.
 //
 // A state of delta layers can't lose a wrong guess. Then the text takes the state that was saved
 // before its guesses, and the right ones run again in the next pass, without new guesses.
@@ -3110,8 +3110,7 @@ INLINE void progress_add(int n, int n_layers) {  // n tokens ran through one of 
 static void write_results(Bytes text) {
     const bool terminal = is_terminal(STDOUT_FILENO);
     Buffer shown = {0};
-    if (terminal) progress_end();
-    if (terminal) add_printable(&shown, text, true);
+    if (terminal) progress_end(), add_printable(&shown, text, true);
     write_stdout(terminal ? bytes_of(&shown) : text);
     free(shown.p);
 }
@@ -3213,8 +3212,7 @@ static const char end_of_budget[] =  // of Qwen3's technical report, section 4.3
     "thinking directly now.\n</think>\n\n";
 
 static const struct { const char *by, *name; } endings[] = {  // what ends an answer, or thinking
-    [BY_BUDGET] = {"-r", NULL},
-    [COMPLETE] = {"an end token", "stop"},  // name: "end" of an object
+    [BY_BUDGET] = {"-r", NULL}, [COMPLETE] = {"an end token", "stop"},  // name: "end" of an object
     [IN_THINKING] = {"an end token", "thinking"}, [LIMIT_REACHED] = {"-n", "length"},
     [CONTEXT_ENDED] = {"a full context (-c)", "context"},
     [REPEATS] = {"repeating itself (-e 1.1 helps, -n -1 lets it go on)", "loop"}};
@@ -3233,8 +3231,7 @@ static bool repeats_itself(const Tokenizer *tok, Text *text) {
             && memcmp(p + end - LENGTH, p + n - LENGTH, LENGTH * sizeof(int)) == 0;
     text->repeats += times == TIMES ? 1 : -min_int(text->repeats, 3);  // never below 0
     const bool first = id == tok->end_think && text->watched == text->n_prompt;
-    if (first) text->watched = n;
-    if (first) text->repeats = 0;
+    if (first) text->watched = n, text->repeats = 0;
     return text->repeats >= MOST;
 }
 
@@ -3608,7 +3605,7 @@ static const char *wrong_size(const Engine *e, size_t size) {
 // Prepares a notice of the first text that is not UTF-8, or has a NUL. Its first line is `line`.
 static void check_utf8(Engine *e, const char *name, size_t line, Bytes text) {
     const size_t bad = find_bad_byte(text);
-    const bool nul = bad < text.n && text.p[bad] == 0;
+    const bool nul = bad < text.n && memchr(text.p + bad, 0, min_size(text.n - bad, 2));
     if (bad == text.n || e->not_utf8.n) return;
     for (size_t i = 0; i < bad; i++) line += text.p[i] == '\n';
     buffer_print(&e->not_utf8, "%.300s: line %zu %s, taken as it is; if it is %s (a guess): "
@@ -3670,9 +3667,9 @@ static void check_options(Engine *e) {
 // Writes what stderr says before the model runs: the prompt's ids, and the first time the notices.
 static void give_notices(Engine *e) {
     const Options *o = &e->options;
-    const Mode mode = e->mode;
-    const bool chat = mode == CHAT, piped = o->file ? !strcmp(o->file, "-") : !o->text;
-    if (o->given['v'] && mode != TOKENIZE && e->prompt.n) {
+    const Tables *tables = e->tokenizer.tables;
+    const bool chat = e->mode == CHAT, piped = o->file ? !strcmp(o->file, "-") : !o->text;
+    if (o->given['v'] && e->mode != TOKENIZE && e->prompt.n) {
         fputs("prompt ids:", stderr);
         for (size_t i = 0; i < e->prompt.n; i++) fprintf(stderr, " %d", e->prompt.p[i]);
         fputc('\n', stderr);
@@ -3683,20 +3680,19 @@ static void give_notices(Engine *e) {
     if (e->gave_notices) return;
     e->gave_notices = true;
     if (o->given['v']) show_settings(e);
-    if (!e->tokenizer.tables->has_classes)
-        notice("tokenizer: no Unicode data, exact on ASCII only; export the model again");
-    if (e->tokenizer.tables->lacks_nfc)
-        notice("tokenizer: an older file, exact for texts in NFC; export the model again");
-    if (chat && e->tokenizer.tables->guessed_chat)
+    if (!tables->has_classes || tables->lacks_nfc)
+        notice("tokenizer: %s; export the model again", tables->has_classes
+               ? "an older file, exact for texts in NFC" : "no Unicode data, exact on ASCII only");
+    if (chat && tables->guessed_chat)
         notice("chat template: more than fixed strings, ChatML is in its place");
     if (o->mode < 0 && !chat)
-        notice("mode: %s, as this is no chat model; -m chat overrides it", modes[mode].name);
-    if (mode == EMBED && e->tokenizer.tables->has_classes && e->tokenizer.tables->mode != EMBED)
+        notice("mode: %s, as this is no chat model; -m chat overrides it", modes[e->mode].name);
+    if (e->mode == EMBED && tables->has_classes && tables->mode != EMBED)
         warn("-m embed: poor vectors, this is no embedding model; expected one");
     if (chat && o->think >= 0 && !(e->can_switch || (o->think > 1 && e->may_think)))
         notice("-r: no effect, this model's thinking can't be switched");
     check_options(e);
-    if (mode == PERPLEXITY && !o->list && e->prompt.n > (size_t)e->model.context)
+    if (e->mode == PERPLEXITY && !o->list && e->prompt.n > (size_t)e->model.context)
         notice("text: %zu tokens are scored in pieces of %d (-c)", e->prompt.n, e->model.context);
     if (chat && (e->switched_on || e->thinks) && e->sampling.temperature == 0)
         notice("-t 0: greedy thinking tends to repeat without end, Qwen advises 0.6");
@@ -4208,8 +4204,7 @@ static bool run_message(Engine *e) {
     else if (command == CLEAR) conversation_drop(talk, e->options.system != NULL, talk->n);
     else if (command >= LEAVE) return false;
     else if (talk->n < 2) notice("/retry: there is no answer yet");
-    else if (e->sampling.temperature == 0)
-        notice("/retry: -t 0 would draw the same answer again");
+    else if (e->sampling.temperature == 0) notice("/retry: -t 0 would draw the same answer again");
     else answer_last(e, true);
     return true;
 }
@@ -4322,7 +4317,7 @@ static void load_model(Engine *e) {
     tokenizer_load(&e->tokenizer, file, c->vocab_size);
     e->mode = o->mode < 0 ? e->tokenizer.tables->mode : (Mode)o->mode;
     if (o->answers && !modes[e->mode].has_answers)
-        die_usage("-o: %s is made for -m %s, expected -m", o->model, modes[e->mode].name);
+        die_usage("-o: MODEL is made for -m %s, expected -m chat or generate", modes[e->mode].name);
     e->kind = o->member ? OWN_CHOICES : o->answers ? CHOICES : (int)e->mode;
     e->most_texts = o->list || o->answers ? min_int(MOST_TEXTS, o->batch) : 1;
     // States: two a text, four at marks, up to six to go back to: see prepare_passes.
@@ -4349,6 +4344,8 @@ static bool read_prompt(Engine *e) {
     if (o->text) buffer_add(text, bytes("\n\n"));
     const size_t before = text->n;
     if (piped && is_terminal(STDIN_FILENO)) notice("stdin: Ctrl-D ends the text");
+    if (piped && file_size(STDIN_FILENO) > 0 && !stdin_has_data())
+        warn("stdin: read in part (a loop?); all its rest is the prompt, not -i \"$line\"");
     const char *name = piped ? "stdin" : o->file, *error = file_read(text, o->file);
     if (error)
         die("%s: %s%s", name, error, strpbrk(name, " ?") ? " (-i takes a text, not a file)" : "");
@@ -4578,9 +4575,10 @@ static void json_object(Json *j, int kind, Buffer *out) {
 
 // Takes the given answers of an object's member `name`. Returns what is wrong with it, or NULL.
 static const char *take_choices(Json object, const char *name, Choices *all) {
-    Json array = json_member(object, name);
-    Json start = array.rest.n ? array : object;  // for the message
+    Json array = json_member(object, name), start = array;  // start: for the message
     bool good = json_take(&array, "[");
+    if (!start.rest.n)
+        return say("no member \"%.99s\", expected an array of this name (-o @NAME; no file)", name);
     for (; all->n > 0; all->n--) {  // of an earlier object
         free(all->p[all->n - 1].text.p);
         free(all->p[all->n - 1].ids.p);
@@ -4610,6 +4608,7 @@ static void json_line(Json *j, Conversation *talk, int kind, Buffer *out) {
                    "the chat template has none, its text may begin the user's");
         json_check(j, role != SYSTEM || i == 0 || j->tok->tables->systems, "role",
                    "a system message only at the start");
+        if (role == SYSTEM && i == 0 && talk->n > 1) buffer_print(&j->ignored, ", -y with system");
         if (role == SYSTEM && i == 0) conversation_drop(talk, 0, talk->n - 1);  // that of -y
     }
     json_check(j, messages || json_take_string(j), "text or messages", json_byte(j) == '['
@@ -4667,8 +4666,7 @@ static void write_line(List *l) {
 
 // Counts a line that FILE does not have yet, and reports its error.
 static void count_line(List *l, size_t number, const Text *t, const char *error) {
-    if (error && (t || !l->silent))
-        report("%.600s: line %zu: %s", l->in.name, number + 1, error);
+    if (error && (t || !l->silent)) report("%.600s: line %zu: %s", l->in.name, number + 1, error);
     l->failed += error != NULL;
     if (!t && !error) l->prompt_tokens += l->e->prompt.n;
     if (!t) return;
@@ -4800,8 +4798,11 @@ static void add_line(List *l, Bytes line) {
     if (error || e->mode == TOKENIZE) {
         end_line(l, number, NULL, error);
     } else {
-        const Message *last = &e->conversation.p[e->conversation.n - 1];
-        add_text(e, &e->prompt, o->seed + number, last->role == ASSISTANT)->slot->number = number;
+        const bool begun = e->conversation.p[e->conversation.n - 1].role == ASSISTANT;
+        add_text(e, &e->prompt, o->seed + number, begun)->slot->number = number;
+        if (begun && number == l->in_file)
+            notice("%.600s: line %zu: its last message is the assistant's, and the answer goes on "
+                   "from it; for a new one: jq -c 'del(.messages[-1])'", l->in.name, number + 1);
     }
 }
 
@@ -5924,8 +5925,7 @@ static void learn_columns(const Worker *me, size_t at) {
         VecF *const S = (VecF *)take_state(&me->p->rows[t], S_at, n), *s = S;
         VecF d[DELTA_VECS] = {0}, sum[DELTA_VECS] = {0};
         for (int i = 0; i < DELTA_DIM; i++, s += DELTA_VECS) {
-            UNROLL for (int x = 0; x < DELTA_VECS; x++)
-                d[x] = mul_add_v(s[x], splat_f(k[i]), d[x]);
+            UNROLL for (int x = 0; x < DELTA_VECS; x++) d[x] = mul_add_v(s[x], splat_f(k[i]), d[x]);
         }
         UNROLL for (int x = 0; x < DELTA_VECS; x++)
             d[x] = b * ((VecF)load_vector(v + x * LANES) - g * d[x]);
@@ -6156,7 +6156,6 @@ static const char *version(void) { return "qwen3 " VERSION " (" SIMD ")\n"; }
 // one text (-b 1) that fit. They take at most size / 2, a quarter of the memory, and what malloc
 // still gives (less than ulimit -v says, because the model's file counts).
 static const char *no_cache(const Config *c, int texts, double size) {
-    const double most = c->max_seq_len;
     double room = fmin(size / 2, memory_size() / 4);
     void *volatile probe;  // volatile: else a compiler may leave it out
     while (!(probe = malloc((size_t)(room * 1.25))) && room > 1e6) room *= 0.75;
@@ -6164,8 +6163,8 @@ static const char *no_cache(const Config *c, int texts, double size) {
     Config packed = *c;
     packed.cache_bits = 8;
     return say("the KV cache (%s-c %.0f fits, or with -C 8 -c %.0f)", texts > 1 ? "-b 1 " : "",
-               floor(fmin(room / position_size(c), most)),
-               floor(fmin(room / position_size(&packed), most)));
+               floor(fmin(room / position_size(c), c->max_seq_len)),
+               floor(fmin(room / position_size(&packed), c->max_seq_len)));
 }
 
 static Q8 q8_init(int cols, int group) { return (Q8){activations(cols, 1), floats(cols / group)}; }
@@ -6509,7 +6508,8 @@ static Bytes file_map(const char *path) {
     const size_t size = (size_t)file_size(fd);
     if (size == 0) die("%s: empty? expected a regular file with data, found none", path);
     void *p = mmap(NULL, size, PROT_READ, MAP_SHARED, fd, 0);
-    if (p == MAP_FAILED) die("%s: can't be mapped: %s", path, strerror(errno));
+    if (p == MAP_FAILED)
+        die("%s: can't map %.0f MB: %s (ulimit -v?)", path, size / 1e6, strerror(errno));
     close(fd);
     // If memory is too small for the model, huge pages would read more than an expert's matrix.
     if (size < 0.75 * memory_size()) use_huge_pages(p, size);

@@ -115,8 +115,7 @@ def test_finds(ck, run, tmp_path, bits, where, at, flipped, pattern):
     refused(run("--check", folder, "out.bin"), "out.bin", pattern)
 
 
-@pytest.mark.parametrize("size, pattern", [
-    (-4, "truncated or oversized"), (1, "truncated or oversized"),
+@pytest.mark.parametrize("size, pattern", [(-4, "truncated or oversized"), (1, "truncated or oversized"),
     (0, "truncated, expected a header of 256 bytes, found 0"), (255, "truncated, .* found 255")])
 def test_finds_another_size(exported, run, size, pattern):
     os.truncate(exported, size if size in (0, 255) else exported.stat().st_size + size)

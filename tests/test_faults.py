@@ -117,7 +117,7 @@ TEXT = "word " * 26_000                                 # Linux takes 128 KB eac
 
 
 @pytest.mark.parametrize("args, status, words", [
-    ((TEXT,), 2, "MODEL: missing or too long"), (("M" * 4001,), 2, "MODEL: missing or too long"),
+    ((TEXT,), 2, "MODEL: too long"), (("M" * 4001,), 2, "MODEL: too long"),
     (("M", "-" + TEXT), 2, "-h lists"),
     (("M", "-n", TEXT), 2, "-n: bad value"), (("M", TEXT), 2, "prompt goes with -i"),
     (("M", "-f", TEXT), 2, "-f: bad value, expected a file's name"),

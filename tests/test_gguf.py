@@ -60,8 +60,7 @@ def test_same_files_as_from_the_checkpoint(checkpoint, make, exports, tmp_path, 
 
 
 @pytest.mark.parametrize("pre", [None, "default"])
-@pytest.mark.parametrize("spoil, said", [
-    (lambda tokens: tokens, None),
+@pytest.mark.parametrize("spoil, said", [(lambda tokens: tokens, None),
     *[(lambda tokens, old=old, new=new: [new if text == old else text for text in tokens], "tokenizer.ggml.pre")
       for old, new in (("<|im_end|>", "</s>"), ("<|endoftext|>", "<|eot|>"), ("he", "12"), ("he", "\u01201"), ("he", "v2"))]])
 def test_no_pre_tokenizer_with_a_vocabulary_of_qwen(checkpoint, make, run, tmp_path, pre, spoil, said):

@@ -446,7 +446,8 @@ def test_a_begun_answer_forges_nothing(tiny):
     """What spells a control token is plain text there, too."""
     def prompt(*contents):
         talk = [{"role": role, "content": content} for role, content in zip(("user", "assistant"), contents)]
-        return int(SUM.search(run_json(tiny, [talk], *GREEDY, "-n", 1)[1])[2])
+        assert (error := run_json(tiny, [talk] * 2, *GREEDY, "-n", 1)[1]).count(b": its last message is the assistant's, and ") == 1
+        return int(SUM.search(error)[2])
     spelled = len(tokenize(tiny, b"<|im_end")) + len(tokenize(tiny, b"|>"))
     for said in "no<|im_end|>", "<think>\na<|im_end|>\n</think>\n\nno":
         assert prompt("Hello", said) >= prompt("Hello", said.replace("<|im_end|>", "")) + spelled - 1
@@ -462,6 +463,7 @@ def test_messages_beside_options(tiny):
         (b"What is your name?", "Your name is Tom."), (b"What is your name?", "Your name is Max."),
         (b"Hello\n\nWhat is your name?", "Your name is Tom."))]
     assert lines == [tom, max_, both] and tom != max_
+    assert b"line 1: no effect: -y with system (" in run_json(tiny, talks[1:], "-y", "x", "-n", 1)[1]
 
 
 def test_a_conversation_that_is_too_long(tiny):
