@@ -40,7 +40,7 @@
    Wq h is a matrix (out, in) times a vector (in). q . K are the dot products of q with the rows of
    K; shares times V is the sum of the rows of V, each times its share. u * v multiplies element by
    element. The embedding table, all W, rms_ and _norm are weights; eps is mostly 1e-6. One step is
-   left out: before a vector meets a matrix that is not small, quantize rounds it to 8 bits (Q8(h)):
+   left out: before a vector meets a W (but Wr, Wa, Wb), quantize rounds it to 8 bits (Q8(h)):
 
    x -+- norm, Q8, Wqkv, norm, rope, attention, Q8, Wo -(+)-+- norm, Q8, W1 W3, silu, Q8, W2 -(+) x
       '--------------------------------------------------'  '----------------------------------'
@@ -50,7 +50,7 @@
 
      Norm.    A layer reads a copy of x of about one magnitude (rmsnorm), and adds to x itself. So x
               can grow, and keeps what each layer added. (Were x itself normalized in each layer,
-               what the first ones added would fade.) QK-norm bounds |q| and |k|, and so q . k.
+              what the first ones added would fade.) The norms of q and k (QK-norm) bound q . k.
      Scale.   q . k sums head_dim products, some positive and some negative. Its magnitude is about
               sqrt(head_dim) times that of one product. Dividing by this makes heads of any width
               alike. Else softmax could give nearly all to one position.
@@ -59,21 +59,21 @@
      Gate.    W1 is the gate: silu(W1 h) scales each element of W3 h. Without it, one matrix, the
               product of W2 and W3, could do the same.
      Order.   Without rope, a key would have the same share wherever it stands. Rope turns pairs of
-              elements of q and k by angles in proportion to pos: so q . k depends on the distance.
+              elements of q and k by angles in proportion to pos: so distance counts (see rope).
 
    Qwen3.5 has two kinds of layers. Every fourth one is as above, with a gate on its a. The others,
-   delta layers, compute a otherwise. They keep no keys and values, but a matrix for each head
-   (and a little more), however long the text is. Each token changes it. See The delta rule.
+   delta layers, compute a otherwise, without rope. They keep no keys and values, but a matrix for
+   each head (and a little more), however long the text is; each token changes it (The delta rule).
 
    After the last layer come the logits,
 
      logits = Wcls rmsnorm(x, rms_final)      one for each token of the vocabulary
 
    softmax(logits) are probabilities p: how likely each token of the vocabulary comes next, after
-   the token of x. So an answer's first token is drawn by the last x of the prompt. The logits of an
-   earlier x only tell how well the model predicts a given text. Its perplexity is exp(the mean of
-   -log(p) of its tokens but the first): 20 if the model is as unsure as among 20 equally likely
-   tokens. A text's embedding is made of its last x (embed_text).
+   the token of x. So an answer's first token is drawn by the x of the prompt's last token. The
+   logits of earlier tokens only tell how well the model predicts a given text. Its perplexity is
+   exp(the mean of -log(p) of its tokens but the first): 20 if the model is as unsure as among 20
+   equally likely tokens. A text's embedding is made of its last token's x (embed_text).
 
    To learn how a model runs, read Part I: run_layer, forward and run_text first, which lead to most
    of the rest, then from the top. It defines, in plain C, how one text runs, one token at a time,
@@ -199,7 +199,7 @@ typedef struct {
     const float *conv;     // (PAST + 1, delta_dim) or NULL: attention   conv1d
     const float *forget;   // (delta_v_heads)             exp(A_log)
     const float *dt_bias;  // (delta_v_heads)             dt_bias
-    const float *o_norm;   // (DELTA_DIM)                 norm (Qwen3.5's other norms: HF's, plus 1)
+    const float *o_norm;   // (DELTA_DIM)                 norm (all others of Qwen3.5: HF's + 1)
     const float *wa, *wb;  // (delta_v_heads, dim)        in_proj_a, in_proj_b
     // With experts, w1, w3 and w2 hold the rows of expert 0, then those of expert 1, and so on.
     Matrix w1, w3;         // (hidden_dim, dim)           mlp.gate_proj, up_proj
@@ -326,7 +326,7 @@ static void silu_times(float *gate, const float *up, int n) {
 // Returns weight i of row r without its scale. With 8 bits, byte i of a row is weight i. With 4, a
 // group has group_size / 2 bytes: the low nibble of its byte j is weight j, the high one weight j +
 // group_size / 2. SIMD instructions compute 4 to 16 rows at once: so 16 rows, a panel, lie together
-// (the last panel is padded): a word (4 bytes) of each row, a column, then the next word of each:
+// (the last panel is padded): a word (4 bytes) of each row (a column of words), then the next:
 //   row 0, word 0 | row 1, word 0 | ... | row 15, word 0 | row 0, word 1 | row 1, word 1 | ...
 // With 8 bits and rows of 64, weight (17, 6) is in panel 1 and there in column 1, row 1, byte 2:
 // 16 * 64 (panel 0) + 16 * 4 (column 0) + 4 (row 0's word) + 2 = byte 1094 of the matrix.
@@ -389,11 +389,11 @@ static void add(float *x, const float *y, int n) {
 // Embedding and rope: a token's first x, and what tells the layers its position
 //
 // rope rotates each pair (q[j], q[j + rotary_dim/2]), j < rotary_dim/2, by the angle pos *
-// theta^(-2j / rotary_dim), and k in the same way. Turn both back by k's angle: q . k stays, and q
-// is left with the angle of their distance: it alone counts. theta is mostly 1e6. Pair 0 turns by 1
-// radian a position: it tells neighbours apart, but after 6 it has gone round nearly once. Slower
-// pairs tell near from far: with rotary_dim 128, pair 36 of 64 goes round in 14,900 positions. The
-// last pair turns 806,000 times as slowly as pair 0: by 3 degrees in 40,960 positions.
+// theta^(-2j / rotary_dim), and k in the same way. Turn both back by k's angle: q . k stays, k is
+// unturned, q turned by the angle of their distance: only this counts. theta is mostly 1e6. Pair 0
+// turns by 1 radian a position: it tells neighbours apart; after 6 it has gone round nearly once.
+// Slower ones tell near from far: of 64 (rotary_dim 128), pair 36 goes round in 14,900 positions.
+// The last pair turns 806,000 times as slowly as pair 0: by 3 degrees in 40,960 positions.
 
 // Returns the frequency of pair j in radians per position. If rope is scaled for texts longer than
 // in training (YaRN, arXiv 2309.00071), the file has other frequencies: the slow pairs turn slower
@@ -487,8 +487,8 @@ static void qkv(Model *m, int l, int pos) {
     for (int i = 0; i < c->n_kv_heads; i++)
         norm_and_rope(c, k + i * c->head_dim, layer->k_norm, s->cos, s->sin);
     if (c->cache_bits == 8) {
-        // Qwen2.5's bk has some elements 100 times the others, in pairs so slow that k keeps them.
-        // Groups of k - bk are finer, and all scores of a q lack the same q . bk: its shares stay.
+        // Rope hardly turns those elements of Qwen2.5's bk that are 100 times the others: so k - bk
+        // is smaller, and rounds finer. All scores of a q lose the same q . bk: its shares stay.
         for (int i = 0; layer->bk && i < c->kv_dim; i++) k[i] -= layer->bk[i];
         round_to_int8(k, c->kv_dim);
         round_to_int8(v, c->kv_dim);
@@ -505,10 +505,10 @@ static float attention_score(const float *q, const float *k, int head_dim) {
 // Attention of one query head: a = softmax(q . K / sqrt(head_dim)) V. K and V (pos + 1, head_dim)
 // are the keys and values of all positions up to the token's own: a token sees itself and those
 // before it, and none after it (causal). The positions come in spans, so that the array `score` is
-// short. `largest` is the largest score so far. `total` sums exp(score - largest), because
-// exp(score) itself could be infinite, and the array `a` sums the values, each times this. Where a
-// span raises `largest`, both are first multiplied by keep = exp(before - largest) (online
-// softmax). Last, `a` is multiplied by 1 / total.
+// short; other spans give other bits. `largest` is the largest score so far. `total` sums exp(score
+// - largest), because exp(score) itself could be infinite, and the array `a` sums the values, each
+// times this. Where a span raises `largest`, both are first multiplied by keep = exp(before -
+// largest) (online softmax). Last, `a` is multiplied by 1 / total.
 enum { SPAN = 256 };
 
 static void attend(Model *m, int l, int head, int pos) {
@@ -559,18 +559,18 @@ static void run_attention(Model *m, int l, int pos) {
 // A delta layer has a matrix S (DELTA_DIM, DELTA_DIM) for each value head. It maps keys to values:
 // S^T k, the sum of the rows of S, each times its element of k, is the value that S has for k. For
 // each token, S first forgets: it keeps the share g. Then it learns d, a share b of the difference
-// (delta) between the token's value and the one that S has for its key. S + k d^T has (k . c) d
-// more for a key c: d for k, as |k| is 1. Then its query asks S. In place of q to a, a layer has
+// (delta) between the token's value and the one that S has for its key: S + k d^T has for any key c
+// the value S^T c + (k . c) d (k: d more, as |k| is 1). Then its query asks S. In place of q to a:
 //
 //   u = [Wq h; Wk h; Wv h]                   delta_k_heads q and k, delta_v_heads v (DELTA_DIM)
 //   [q; k; v] = silu(conv[0] * u3 + conv[1] * u2 + conv[2] * u1 + conv[3] * u)
-//              u1 is u of the token before, u2 of the one before u1: so q, k and v see 4 tokens
+//              u1, u2, u3: u of the token 1, 2, 3 before. So q, k and v see 4 tokens
 //   q = q / |q| / sqrt(DELTA_DIM), k = k / |k|    for each head
 //   g = exp(-forget * softplus(Wa h + dt_bias))   softplus(z) = log(1 + exp(z))
 //   b = sigmoid(Wb h)                        each value head has one g and one b, from 0 to 1
 //   d = b * (v - g S^T k)                    each q and k serve delta_v_heads / delta_k_heads v
 //   S = g S + k d^T                          (k d^T)[i][j] = k[i] * d[j]
-//   a = rmsnorm(S^T q, o_norm) * silu(Wg h)
+//   a = rmsnorm(S^T q, o_norm) * silu(Wg h)    with this new S
 //
 // All S and the last three u, at first 0, are a text's state. A token overwrites it: no going back.
 
@@ -686,9 +686,9 @@ static void feed_forward(Model *m, const Layer *layer, int expert, float *out) {
 
 static int all_experts(const Config *c) { return c->n_experts + c->shared_expert; }
 
-// Chooses the n_experts_used experts with the largest term, of equal terms the lower number. term
-// is Wr h, and is overwritten; term and share are (all_experts). With e = exp(term - max), a chosen
-// expert's share is its e over the sum of the chosen ones' (the softmax's own sum cancels), or with
+// Chooses the n_experts_used experts with the largest exp(term - max), of equal ones the lower
+// number. term is Wr h, and is overwritten; term and share are (all_experts). A chosen expert's
+// share is this over the sum of the chosen ones' (the softmax's own sum cancels), or with
 // no_topk_norm over the sum of all; a shared one's is sigmoid(Wr h). The others' are 0. If the sum
 // is NaN, all are 0, and it returns false.
 static bool choose_experts(const Config *c, float *term, float *share) {
@@ -742,8 +742,8 @@ static void run_layer(Model *m, int l, int pos) {
     if (layer->conv) run_delta(m, l, pos);    // a delta layer: a = rmsnorm(S^T q) * silu(Wg h8)
     else run_attention(m, l, pos);            // a = softmax(q . K / sqrt(head_dim)) V
     quantize(s->a8, s->a, layer->wo.cols, c->group_size);
-    matmul(s->out, &layer->wo, 0, c->dim, s->a8);
-    add(s->x, s->out, c->dim);                // x = x + Wo a8 (0: from row 0 of Wo on)
+    matmul(s->out, &layer->wo, 0, c->dim, s->a8);  // out = Wo a8 (0: from its row 0 on)
+    add(s->x, s->out, c->dim);                // x = x + out
 
     norm_and_quantize(m, layer->rms_ffn);
     if (layer->router) run_experts(m, layer); // out = a mixture of experts: see there
@@ -752,7 +752,7 @@ static void run_layer(Model *m, int l, int pos) {
 }
 
 // Runs a token of a text through all layers, after the tokens before. Then x is the last layer's
-// output, and the KV cache and the state of delta layers have the token. False if Ctrl-C came.
+// output, and the KV cache and the state of delta layers have the token. False: Ctrl-C stopped it.
 static bool forward(Model *m, int token, int pos) {
     embed(m, token, m->state.x);
     rope_angles(&m->config, pos, m->state.cos, m->state.sin);
@@ -772,16 +772,16 @@ static float *compute_logits(Model *m) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Text to tokens. Added tokens were put into the vocabulary by hand: marks (<|im_start|> begins a
-// message) and words, say a name that a fine-tune added. Raw text is cut at both, a user's message
-// only at words: there <|im_start|> is plain text. What lies between gets Unicode's form NFC: e and
+// Text to tokens. Added tokens were put into the vocabulary by hand: marks, which the chat format
+// writes (<|im_start|> begins a message), and words, say a name that a fine-tune added. Raw text is
+// cut at both, a user's at words: there <|im_start|> is plain. The rest gets Unicode's NFC: e and
 // a combining accent (U+0301) become one letter (U+00E9), else Qwen3's next step would cut between
 // them. So both spellings get the same ids. A regular expression cuts the text into pieces, mostly
 // words with the space before them: "Hello, world" becomes "Hello" "," " world", ids 9707 11 1879.
 // Then comes byte-pair encoding: at first each byte of a piece is a token. A merge makes one token
 // of two neighbours, if their bytes together are a token. The merge of the highest priority is
 // next: l o w e r -> l o w er -> l ow er -> l ower -> lower. Vocabulary and priorities were made
-// before training, from its texts' most frequent pairs. A model only knows texts cut so.
+// before training, from the most frequent pairs of its texts. A model only knows texts cut so.
 
 typedef struct { const uint8_t *p; size_t n; } Bytes;  // owned elsewhere; no NUL ends a text
 typedef struct { uint8_t *p; size_t n, cap; } Buffer;  // bytes that grow: p has room for `cap`
@@ -800,8 +800,8 @@ static Bytes bytes_from(Bytes b, size_t start) {  // b.p may be NULL if `start` 
 }
 
 enum { OTHER, LETTER, NUMBER, SPACE, END };  // classes of characters; END: after the text
-// Bits of Tokenizer.kind. SPECIAL: not written. NORMALIZED: looked for after NFC. Text becomes the
-// token it spells if ADDED (raw text), ANSWERED (an answer, not a drawn one), else if A_WORD, too.
+// Bits of Tokenizer.kind. SPECIAL: not written. NORMALIZED: looked for after NFC. Text that spells
+// the token becomes it: in raw text if ADDED, in an answer's if ANSWERED, else if A_WORD as well.
 enum { ADDED = 1, SPECIAL = 2, NORMALIZED = 4, A_WORD = 8, ANSWERED = 16 };
 enum { SYSTEM, USER, ASSISTANT };  // who wrote a message
 
@@ -810,8 +810,8 @@ typedef struct {           // the text around the messages of a conversation: se
     Bytes no_system;       // then, if the first message is not a system message
     Bytes open[3];         // before a message, by role
     Bytes close[3];        // after it
-    Bytes answer_open[2];  // before answers: [0] not to think (mostly empty <think>), [1] to think
-    Bytes begun;           // before an answer whose beginning is given (not in files before 5.0)
+    Bytes answer_open[2];  // before answers: [0] not to think (often <think></think>), [1] to think
+    Bytes begun;           // before an answer whose beginning is given (export.py: since 5.0)
     Bytes strip;           // </think>: all up to the last one is cut from an earlier answer,
     Bytes trim;            // and then any of these characters from the start of what is left
     bool strips;           // each message loses the blanks at its ends, before that (Qwen3.5)
@@ -906,8 +906,8 @@ typedef struct {     // text arrives in parts, some of which may hold added toke
 // Appends the text in form NFC, or as it is if the file has no data for it (before 5.0). (Part II)
 static void normalize(const Tokenizer *tok, Buffer *out, Bytes text);
 
-// Returns the token with exactly these bytes: if `added`, an added one, else one that merges make;
-// or -1. Each single byte has one. (Part II: a hash table)
+// Returns the token with exactly these bytes: if `added`, an added one, else a byte, which always
+// has one, or what merges make; or -1. (Part II: a hash table)
 static int token_find(const Tokenizer *tok, Bytes text, bool added);
 
 // Appends the tokens of a piece. Of pairs with equal priorities the leftmost is merged first.
@@ -1039,8 +1039,8 @@ static void keep_likelier(float *p, int n, int id) {
 }
 
 // Sets all p but the k largest to 0; of equal ones the lower ids stay. It searches for the k-th
-// largest: always at least k values are >= least, and fewer than k are >= above. p goes from 1 to
-// 8e-39, or is 0: so while least is 0, it tries above / 256; then the middle between the two.
+// largest: always at least k values are >= least, and fewer than k are >= above. fast_exp gave 1
+// to 8e-39, or 0: so while least is 0, it tries above / 256; then the middle between the two.
 static void keep_top_k(float *p, int n, int k) {
     float least = 0, above = 2;
     int kept = n;  // how many values are >= least
@@ -1085,7 +1085,7 @@ static void penalize(const Sampler *sampler, float *logits, int n) {
     for (int i = 0; presence != 0 && i < n; i++) logits[i] -= sampler->in_answer[i] ? presence : 0;
 }
 
-// Draws the next token by its logits (n) and overwrites these. Returns -1 if they are not finite.
+// Draws the next token by its logits (n), may overwrite these, returns -1 if they are not finite.
 // A token is in the nucleus if all likelier ones sum to less than top_p (> 0) of what top_k keeps:
 // of p = 0.5, 0.3 and 0.2 with top_p = 0.6, the first two are. Drawing from it needs no sorting.
 // Say that the first draw, from all, gives the third. The likelier ones sum to 0.8, so neither it
@@ -1117,8 +1117,8 @@ static double log_sum_exp(float *logits, int n) {
 
 // ------------------------------------------------------------------------------------------------
 // The main loop. A text is its ids, of which the first n_run have run. They run in order. An id's
-// logits predict the id after it. Ids before number `target` (from 0) are given. The others are
-// predicted: drawn, or if they are there, scored, as are several answers with option -o (Part II).
+// logits predict the id after it. Ids before number `target` (from 0) run as they are. That one is
+// predicted: drawn, or if it is there, scored. (-o: none is drawn; Part II adds TEXTs to score.)
 //
 //   use             target begins at  each target ...                  the text ends
 //   an answer       the prompt's end  is drawn, appended and written   by one of the Endings below
@@ -1265,8 +1265,8 @@ static Ending embed_text(const Model *m, Text *text, float *x) {
 typedef struct {
     int role;     // SYSTEM (instructions for all of it), USER or ASSISTANT (the model)
     Ids ids;      // the drawn tokens of an answer (if -x TEXT ended it, those before TEXT)
-    Buffer text;  // what follows ids: all of a message that was not drawn; else nothing, but if
-                  // -x TEXT ended the answer inside a token, the bytes of this token before TEXT
+    Buffer text;  // the rest: all of a message that was not drawn; of a drawn one nothing, or if
+                  // -x TEXT ended it inside a token, the bytes of this token before TEXT
 } Message;
 
 typedef struct { Message *p; size_t n, cap; } Conversation;
@@ -1281,10 +1281,10 @@ static size_t thinking_length(const ChatFormat *f, Bytes text) {
     return n;
 }
 
-// Adds an answer of an earlier turn without its thinking: of the tokens "</think>" "\n\n" "Yes"
-// "<tool_call>", the first 10 bytes are skipped. (They may end inside a token.) What follows is
-// encoded anew from its bytes, so "Yes" may get other ids than those that were drawn. But a drawn
-// added token stays one: its bytes could not tell it from the same text, written by other tokens.
+// Adds an answer of an earlier turn without its thinking (and, if the format strips it, blanks at
+// its ends). Of the tokens "</think>" "\n\n" "Yes" "<tool_call>", to_skip is 10 bytes, `left` what
+// stays. So a token may be cut. The rest is encoded anew, "Yes" perhaps with other ids than drawn.
+// But a whole added token stays one: its bytes are those of the same text in other tokens, too.
 static void encode_answer(Encoder *enc, const ChatFormat *f, const Message *message) {
     const Ids *ids = &message->ids;
     const Bytes rest = bytes_of(&message->text);  // what is not in ids
