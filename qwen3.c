@@ -3542,7 +3542,7 @@ static Text *add_text(Engine *e, const Ids *prompt, uint64_t rng, bool goes_on) 
     writer_thinks(t->writer, slot->thinking);
     const bool may_think = e->may_think && !goes_on && o->n != 0 && n <= t->context;
     size_t *mark = &slot->marks[1];  // the generation prompt: from there on the next turn differs
-    if (e->mode == CHAT && (chooses(e) || !t->writer->to)) *mark = n - 1;
+    if (e->mode == CHAT && (chooses(e) || e->n_texts == 1)) *mark = n - 1;
     while (*mark > 0 && !(e->tokenizer.kind[prompt->p[*mark]] & SPECIAL)) --*mark;
     if (chooses(e) && !may_think) prepare_choices(e, t);
     return t;
@@ -4802,7 +4802,8 @@ static void add_line(List *l, Bytes line) {
         add_text(e, &e->prompt, o->seed + number, begun)->slot->number = number;
         if (begun && number == l->in_file)
             notice("%.600s: line %zu: its last message is the assistant's, and the answer goes on "
-                   "from it; for a new one: jq -c 'del(.messages[-1])'", l->in.name, number + 1);
+                   "from it; for a new one: jq -c 'del(.%s[-1])'", l->in.name, number + 1,
+                   *line.p == '{' ? "messages" : "");
     }
 }
 
