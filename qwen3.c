@@ -2642,8 +2642,8 @@ static bool run_pass(Engine *e) {
 // blocks go to a Kept. A text takes the ids with which it begins from a Kept or a text that runs
 // (prefix sharing): each block counts its users. A turn begins like the turn before it, and the
 // texts of a list often begin with one instruction. When no block is left, Kepts lose theirs, first
-// the last one: see keep_text. Then the youngest text has to stop. Later it runs
-// again up to the last id that it drew (preemption by recomputation).
+// the last one: see keep_text. Then the youngest text has to stop. Later it runs again up to the
+// last id that it drew (preemption by recomputation).
 //
 // The invariant: a row is written only into a block with one user, and what counts as run (n_run;
 // guesses do not) is never written again. So whoever shares a block finds in it what ran there. The
@@ -2726,13 +2726,17 @@ static void keep_text(Engine *e, Text *t) {
     if (!has_state(e) || e->most_texts == 1) use_kept(e, last);
 }
 
-// Adds n unused blocks, which Kepts may lose. Returns false, and adds none, if fewer than `spare`
-// would stay unused. Even then, Kepts have lost theirs.
+// Adds n unused blocks, which Kepts may lose; with `spare` none with which a text that runs begins:
+// it could go back to this. Returns false, and adds none, if fewer than `spare` would stay unused.
 static bool add_unused(Engine *e, Blocks *blocks, int n, int spare) {
     for (int i = e->n_kept - 1; i >= 0 && e->n_unused < n + spare; i--) {
-        if (e->kept[i].from) continue;
-        cut_blocks(e, &e->kept[i].blocks, 0);
-        e->kept[i].n = 0;
+        Kept *kept = &e->kept[i];
+        bool needed = kept->from;
+        for (int j = 0; spare && j < e->n_running; j++)
+            needed |= count_common(e->order[j], kept->ids, kept->n) == kept->n;
+        if (needed) continue;
+        cut_blocks(e, &kept->blocks, 0);
+        kept->n = 0;
     }
     if (e->n_unused < n + spare) return false;
     for (int block = 0; n > 0; block++) {
@@ -2827,13 +2831,14 @@ static bool should_wait(const Engine *e, const Text *t, size_t n) {
     return false;
 }
 
-// Starts the first text that waits. Returns false if it goes on waiting, for another text or for
-// blocks: beside its own, one must be left for it and for each text that runs. Alone it takes all.
+// Starts the first text that waits. Returns false if it waits on, for another text or for blocks:
+// beside its own, each must have one left, with states one more for a Kept. Alone it takes all.
 static bool start_text(Engine *e) {
     Text *t = e->order[e->n_running];
     const Kept from = find_beginning(e, t);
+    const int each = has_state(e) ? 2 : 1, spare = e->n_running ? each * (e->n_running + 1) : 0;
     if (should_wait(e, t, from.n)) return false;
-    if (!begin_text(e, t, from, e->n_running ? e->n_running + 1 : 0)) return false;
+    if (!begin_text(e, t, from, spare)) return false;
     if (has_state(e)) set_mark(e, t);
     if (t->slot->rows == 0) t->slot->cached = t->n_run;  // else it ran, but had to stop
     e->n_running++;
@@ -4296,7 +4301,8 @@ static void prepare_answers(Engine *e) {
 static int choose_context(const Engine *e) {
     const Config *c = &e->model.config;
     const int asked = e->options.context, least = modes[e->mode].least, most = c->max_seq_len;
-    const double positions = e->mode == PERPLEXITY ? 0 : memory_size() / 4 / position_size(c);
+    const double room = memory_size() / 4 - 4.0 * state_size(c) * sizeof(float);  // four states
+    const double positions = e->mode == PERPLEXITY ? 0 : room / position_size(c);
     const int fitting = min_int((int)fmax(fmin(positions, INT_MAX) / 1024, 4) * 1024, most);
     const int context = asked < 0 ? fitting : asked == 0 ? most : asked;
     if (context < least || context > most)
@@ -4846,9 +4852,8 @@ static int report_list(const List *l) {
     const size_t lines = l->written > l->in_file ? l->written : l->in_file;  // that are there
     const size_t n = lines - l->in_file;
     const int context = l->e->model.context;
-    const bool failed = l->failed || l->failed_in_file;
     const bool had_all = l->in_file && n == 0 && !interrupted;
-    const int status = interrupted ? EXIT_INTERRUPT : failed ? EXIT_FAILURE : EXIT_SUCCESS;
+    const int status = interrupted ? EXIT_INTERRUPT : l->failed || l->failed_in_file ? 1 : 0;
     progress_end();
     if (had_all)
         notice("%s: has all %zu lines; another FILE, or none, makes a new run", o->out, lines);
@@ -5900,9 +5905,8 @@ static void run_delta_head(const Worker *me, int i) {
     float *u = gate ? me->a_gate + i * DELTA_DIM : me->q + at * me->p->batch;
     multiply(me, u, stride, w, i * DELTA_DIM, DELTA_DIM, &me->h8, me->n, false);
     for (int t = 0; t < me->n && gate; t++) {
-        const size_t rates = t * c->delta_v_heads + i;
-        const float *h = me->h + (size_t)t * c->dim;
-        rates_of(layer, h, c->dim, i, &me->decay[rates], &me->rate[rates]);
+        const size_t to = t * c->delta_v_heads + i;
+        rates_of(layer, me->h + (size_t)t * c->dim, c->dim, i, &me->decay[to], &me->rate[to]);
     }
     for (int t = 0; t < me->n && !gate; t++, u += DELTA_DIM) {
         const Row *row = &me->p->rows[t];
@@ -6089,12 +6093,9 @@ static void layer_all(Worker *me) {
     const Layer *w = me->w;
     const int n = w->wo.cols, gates = w->conv ? 0 : w->wg.rows;  // of attention
     norm_all(me, w->rms_att);
-    if (w->conv) {
-        EACH (i, count_heads(w, DELTA_DIM), 1) run_delta_head(me, i);
-        EACH (i, n / COLUMNS, 1) learn_columns(me, i * COLUMNS);
-    } else {
-        attention_all(me);
-    }
+    if (w->conv) EACH (i, count_heads(w, DELTA_DIM), 1) run_delta_head(me, i);
+    if (w->conv) EACH (i, n / COLUMNS, 1) learn_columns(me, i * COLUMNS);
+    else attention_all(me);
     EACH (t, me->n, 1) {  // the gate, and a8 = Q8(a)
         float *a = me->a + (size_t)t * n, *g = me->a_gate + (size_t)t * n;
         for (int i = 0; w->conv && i < n; i += DELTA_DIM) norm_and_gate(me->c, w, a + i, g + i);
@@ -6105,10 +6106,8 @@ static void layer_all(Worker *me) {
     norm_all(me, w->rms_ffn);
     if (w->router) choose_all(me);
     swiglu_all(me);
-    if (w->router)
-        SLICES (s, me->c->dim / me->c->group_size, 1) add_outputs(me, s.begin, s.end);
-    else
-        matmul_all(me, me->p->x, &w->w2, &me->gate8, true);
+    if (w->router) SLICES (s, me->c->dim / me->c->group_size, 1) add_outputs(me, s.begin, s.end);
+    else matmul_all(me, me->p->x, &w->w2, &me->gate8, true);
 }
 
 static void forward_job(void *pass) {
