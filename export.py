@@ -879,9 +879,8 @@ def read_gguf(path: Path) -> Source:
         sampling = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": penalty}
         Notices.hints.append("no sampling settings in the file: Qwen2.5's, -t 0.7 -p 0.8 -k 20 "
                              f"-e {penalty}")
-    dtypes: Counter[str] = Counter()
-    for name, tensor in tensors.items():
-        dtypes[tensor.dtype] += tensor.size * ("_proj" in name)
+    dtypes = sum((Counter({tensor.dtype: tensor.size}) for name, tensor in tensors.items()
+                  if "_proj" in name), Counter())
     return Source(
         path=path, name=PART.sub("", path.name).removesuffix(".gguf"), family=family,
         config=config | {"tie_word_embeddings": "lm_head.weight" not in kept,
@@ -1484,7 +1483,7 @@ def make_unicode_sections(nfc: bool, letters: str) -> dict[str, bytes]:
 TEMPLATE_SECONDS = 20  # Qwen's templates take 0.3
 TURN_END = "<|im_end|>"  # in ChatML
 Message = tuple[str, str]  # role, content
-Conversation = tuple[tuple[Message, ...], "bool | None"]  # thinking; None: opens no answer
+Conversation = tuple[tuple[Message, ...], "bool | None"]  # thinking; None: off, opens no answer
 
 
 class Pieces(namedtuple("Pieces", "start no_system system_open system_close user_open user_close "
@@ -1523,8 +1522,8 @@ def find_verified_pieces(template: str | None, variables: dict[str, str]) -> tup
              for kind, talks in trials.items()} for strips in (False, True))
         strips = len(sum(if_stripped.values(), [])) < len(sum(wrong.values(), []))
         wrong = if_stripped if strips else wrong
-        for messages, thinking in wrong[""]:
-            raise ValueError(f"it differs for {messages}, enable_thinking={thinking}")
+        for messages, _ in [talk for talk in wrong[""] if not talk[1]]:
+            raise ValueError(f"it differs for {messages}, enable_thinking=False")
         "".join(pieces).encode()  # a ValueError, too, for half a surrogate pair
     except ValueError as error:
         reranker = re.search("[\"']document[\"']", template)
@@ -1533,12 +1532,14 @@ def find_verified_pieces(template: str | None, variables: dict[str, str]) -> tup
             ".github/RECIPES.md makes them" if reranker else "warning: the chat template is more "
             f"than fixed strings around the messages, qwen3 will chat in plain ChatML: {error}")
         return None, [] if reranker else ["gues"]
-    later, no_system = wrong.pop(LATER), bool(wrong[SYSTEMS])
-    if kinds := [kind for kind, talks in wrong.items() if kind == SYSTEMS and talks or any(
-            not (no_system and messages[0][0] == "system") for messages, _ in talks)]:
+    later, odd = wrong.pop(LATER), {thinking for _, thinking in wrong[SYSTEMS]}
+    if kinds := [(kind or "talks") + (" with thinking" if all(x[1] for x in talks) else
+                                      " (an error in qwen3)" if kind == SYSTEMS else "")
+                 for kind, talks in wrong.items() if kind in ("", SYSTEMS) and talks or any(
+                     not (x in odd and m[0][0] == "system" or x and wrong[""]) for m, x in talks)]:
         Notices.hints.append("warning: the chat template is more than fixed strings around the "
                              f"messages, what qwen3 makes differs for {list_names(kinds, 99)}")
-    tags = {"strp": strips, "nosy": no_system, "syst": not (no_system or later)}
+    tags = {"strp": strips, "nosy": False in odd, "syst": not (odd or later)}
     return pieces, [tag for tag, holds in tags.items() if holds]
 
 
@@ -1610,7 +1611,7 @@ def run_template() -> None:
                        [{"type": "text", "text": text} for text in content]}
                       for role, content in messages],
             tools=None, documents=None, add_generation_prompt=thinking is not None,
-            **variables, **({} if thinking is None else {"enable_thinking": thinking}))
+            **variables, enable_thinking=bool(thinking))
         size += len(text)
         return text if size <= 5_000_000 else fail("it makes more than 5,000,000 characters")
 
@@ -1695,7 +1696,7 @@ def find_marks(template: str | None, variables: dict, pieces: Pieces | None, add
     return marks
 
 
-LATER, SYSTEMS = "later system messages", "system messages (an error in qwen3)"  # kinds of trials
+LATER, SYSTEMS = "later system messages", "system messages"  # kinds of trials
 
 
 def make_trials(mark: str) -> dict[str, list[Conversation]]:
@@ -1791,10 +1792,9 @@ def make_tokenizer(source: Source, vocab_size: int) -> tuple[bytes, bytes]:
         "mode": b"" if mode == CHAT else pack_u32([mode]),
         "chat": b"".join(pack_bytes(piece.encode()) for piece in (pieces or guess)[:-1]),
         "begn": pieces.begun.encode() if pieces else b""}
-    sections = {key: data for key, data in sections.items() if data} | dict.fromkeys(tags, b"")
     joint = find_join(source.chat_template, roles, pieces) if pieces else None
-    if joint not in (None, b"\n"):
-        sections["join"] = joint
+    sections = {key: data for key, data in sections.items() if data} | dict.fromkeys(tags, b"") | (
+        {} if joint in (None, b"\n") else {"join": joint})
     extension = b"".join(key.encode() + pack_bytes(data) for key, data in sections.items())
     records = b"".join(struct.pack("<f", scores.get(i, -1e6))
                        + pack_bytes(tokens.get(i, b"")) for i in range(vocab_size))

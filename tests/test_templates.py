@@ -88,13 +88,11 @@ CHATS = {
     "a reranker's": ("""{% set query = messages|selectattr("role", "eq", "query")|map(attribute="content")|first %}
 {% set document = messages|selectattr("role", "eq", "document")|map(attribute="content")|first %}
 <|im_start|>user\n<Query>: {{ query }}\n<Document>: {{ document }}<|im_end|>\n<|im_start|>assistant\n""", "-o 'yes|no'"),
-    "trims": (CHATML.replace("m.content", "m.content | trim"), ORDINARY),
+    "trims": (CHATML.replace("m.content", "m.content | trim"), ORDINARY), "syntax": ("{% for %}", "TemplateSyntaxError"),
     "counts": (CHATML.replace("add_generation_prompt", "add_generation_prompt and messages|length < 5"), "differs for"),
-    "dates": ("{{ strftime_now('%Y') }}" + CHATML, "the date"),
-    "syntax": ("{% for %}", "TemplateSyntaxError"),
+    "dates": ("{{ strftime_now('%Y') }}" + CHATML, "the date"), "changes": ("{% set _ = messages.append(1) %}" + CHATML, "SecurityError"),
     "escape": ("{{ messages.__class__.__mro__ }}" + CHATML, "SecurityError"),
     "escape by a filter": ("{{ ('{0.__class__.__mro__}'|attr('format'))(1) }}" + CHATML, "SecurityError"),
-    "changes": ("{% set _ = messages.append(1) %}" + CHATML, "SecurityError"),
     "half of a surrogate pair": ("{# \udc80 #}" + CHATML.replace("<|im_end|>", "\udc80"), "surrogate"),
 }
 
@@ -127,6 +125,8 @@ ODD = {  # template -> (the end of what is said, strings that are not ChatML's)
     "no thought": (CHATML.replace("'</think>' in text", "'<think>' in text"), "texts with <think> or </think>"),
     "refuses": ("{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + CHATML,
                 "system messages (an error in qwen3)"),
+    "instructs": ("{% if enable_thinking is not defined or enable_thinking %}Think.{% endif %}" + CHATML, "talks with thinking, system messages with thinking"),
+    "instructs a system": (CHATML.replace("m.content %}", "(m.role == 'system') * 'Think.' * (enable_thinking or false) + m.content %}"), "system messages with thinking"),
     "ignores": (CHATML.replace("in messages %}", "in messages if m.role != 'system' %}"), "system messages (an error in qwen3)"),
     "puts in": ("{% set first = messages[0].content + '\n\n' if messages[0].role == 'system' else '' %}" + CHATML.replace(
         "in messages %}", "in messages if m.role != 'system' %}").replace("m.content %}", "first * loop.first + m.content %}"),
@@ -140,7 +140,7 @@ def test_pieces_that_are_right_on_ordinary_talk_are_kept(which):
     pieces, tags = export.find_verified_pieces(template, {})
     without = change(ORDINARY, system_open="", system_close="")
     assert list(pieces[:12]) == (without if which in ("refuses", "ignores") else ORDINARY) or which == "puts in", pieces
-    assert tags == ["strp"] * ("trims" in which) + ["nosy" if "system" in kinds else "syst"]
+    assert tags == ["strp"] * ("trims" in which) + ["nosy" if "error" in kinds else "syst"] * ("instructs" not in which)
     assert [hint.partition(" differs for ")[2] for hint in export.Notices.hints] == [kinds]
 
 
