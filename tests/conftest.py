@@ -27,6 +27,7 @@ from pathlib import Path
 # No threads in the process that the programs are forked from, however many cores there are
 os.environ.update(OPENBLAS_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
 
+import deltas  # noqa: E402
 import jinja2.sandbox  # noqa: E402
 import numpy as np  # noqa: E402
 import pexpect  # noqa: E402
@@ -698,6 +699,29 @@ def tiny(tmp_path_factory):
     if not (TINY / "model" / "config.json").exists():
         pytest.skip("no tests/tiny/model")
     return export(TINY / "model", tmp_path_factory.mktemp("tiny") / "tiny.bin")
+
+
+def hurting_list(rng, lines):
+    """Texts that begin like others, with their given answers, and with parts of these; and what -o gives."""
+    words = "the old lighthouse keeper sang of rain and what is common to all beginnings".split()
+    def text(n):
+        return " ".join(rng.choice(words) for _ in range(n))
+    answers = [text(1), text(rng.randrange(30, 50)), "z", text(rng.randrange(10, 30))]
+    answers += [answers[1] + " " + text(rng.randrange(1, 20)), answers[3][:rng.randrange(3, 30)].rstrip()]
+    texts = [text(rng.randrange(1, 30))]
+    while len(texts) < lines:
+        base = rng.choice(texts)
+        texts.append(rng.choice([text(rng.randrange(1, 30)), base, base + " " + answers[1], base + " " + answers[4] + " z",
+                                 base + " " + rng.choice(answers), base[:rng.randrange(1, len(base) + 1)].rstrip() or "x",
+                                 base + " " + rng.choice(answers)[:rng.randrange(1, 60)].rstrip()]))
+    return "".join(text[:900] + "\n" for text in texts).encode(), "|".join(f" {answer}" for answer in dict.fromkeys(answers))
+
+
+@pytest.fixture(scope="session")
+def delta(tmp_path_factory, tokenizer35):
+    """A random Qwen3.5: its delta layers have states."""
+    folder = deltas.save(tmp_path_factory.mktemp("delta") / "hf", *deltas.Delta("dense").saved(), tokenizer35, deltas.STRIPS)
+    return export(folder, folder / "model.bin")
 
 
 @pytest.fixture(scope="session")

@@ -161,8 +161,7 @@ def test_bench(model, tmp_path):
     for _, name, best, median, unit, runs in rows:        # how much depends on who else computes here
         assert float(best) >= float(median) >= 0 and int(runs) >= 1
         assert unit == {"memory read": "GB/s", "int8 peak": "GMAC/s", "fp32 peak": "GFMA/s"}.get(name, "tok/s")
-    beside = re.findall(r"together .* \d+\.\d\d of its passes alone, [\d.]+ times one text's decoding$",
-                        run.stdout, re.M)
+    beside = re.findall(r"together .* \d+\.\d\d of its passes alone, [\d.]+ times one text's decoding$", run.stdout, re.M)
     assert len(beside) == len(together) and bool(together) == (model[0] != "curve")
     if model[0] == "texts":
         assert len(together) >= 6 * len(threads) and " million multiply-adds; keys and values" in run.stdout

@@ -58,8 +58,7 @@ def test_prompts_are_what_the_template_renders(tokenizer, random_model, template
         messages = random_talk(r, CONTENTS, ANSWERS, i % 2, r.randrange(4))
         for thinking in (False, True):
             text = compiled.render(messages=messages, add_generation_prompt=True, enable_thinking=thinking)
-            found, = records("render", model, int(thinking),
-                             texts=[(m["role"], m["content"].encode()) for m in messages])
+            found, = records("render", model, int(thinking), texts=[(m["role"], m["content"].encode()) for m in messages])
             assert found == tokenizer.encode(text).ids, (messages, thinking, text)
 
 

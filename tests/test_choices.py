@@ -178,8 +178,7 @@ def test_prompts_run_once(tiny):
     for answers in ("a|b|c", "the wind and|the sea of|the harvest and", " a| the wind and"):
         lines, error = conftest.run_list(tiny, "\n".join(texts).encode(), "-m", "generate", "-c", 400, "-o", answers,
                                           blocks=100_000)
-        prompts, cached, more = map(int, re.search(rb"prompts (\d+) tokens \((\d+) cached\), answers (\d+)",
-                                                   error).groups())
+        prompts, cached, more = map(int, re.search(rb"prompts (\d+) tokens \((\d+) cached\), answers (\d+)", error).groups())
         rows = int(re.search(rb"(\d+) rows", error)[1])
         assert prompts - cached <= rows <= prompts - cached + more and b"seed" not in error, error
         assert run_list(tiny, texts, answers.split("|"), "-m", "generate", "-b", 1) == lines

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import reference
 from checkpoints import CHATML, experts
-from conftest import (Hub, export_process, export_py as export, measures, read_tokenizer, refused,
-                      rows, split_tokenizer)
+from conftest import (Hub, export_process, export_py as export, measures, read_tokenizer, refused, rows, split_tokenizer)
 from gguf import GGMLQuantizationType as Kind
 from ggufs import (CALLED_CONTROL, PRINTED, QUANTIZED, blocks, dequantize, gguf_name, is_matrix, random_blocks, values,
                    with_experts_joined, write, write_parts)

@@ -642,13 +642,34 @@ def test_statistics(tiny):
     assert sums(run_list(tiny, texts[:1], *GREEDY)[1])[1:4:2] == [int(single[1]), int(single[3])]
 
 
-def test_shared_beginning(tiny):
+def test_shared_beginning(tiny, delta):
     """The instruction runs once."""
     common = " ".join(WORDS * 4)
-    tokens = len(tokenize(tiny, common.encode()))
-    _, prompts, cached, *_ = sums(run_list(tiny, [b"%d apples" % i for i in range(100)], "-i", common, "-n", 1, *GREEDY)[1])
-    assert tokens > 100 and prompts > 100 * tokens and prompts - cached < 1.02 * (tokens + 100 * 20)
-    assert cached >= 99 * (tokens - 1)
+    for model in tiny, delta:
+        tokens = len(tokenize(model, common.encode()))
+        _, prompts, cached, *_ = sums(run_list(model, [b"%d apples" % i for i in range(100)], "-i", common, "-n", 1, *GREEDY)[1])
+        assert tokens > 100 and prompts > 100 * tokens and prompts - cached < 1.02 * (tokens + 100 * 25)
+        assert cached >= 99 * (tokens - 1), model
+
+
+def test_beginnings_in_a_short_cache(delta):
+    """States can't be cut: what a text that runs goes back to with each TEXT is nothing that a text that waits may take."""
+    texts = [" ".join(random.Random(i).choices(WORDS, k=60)).encode() for i in range(48)]
+    said = [run_list(delta, texts, "-o", "no|yes|not now|it is so", "-c", 400, blocks=n)[1] for n in (2000, 400, 200, 60)]
+    rows = [int(re.search(rb"(\d+) rows", error)[1]) for error in said]
+    assert max(rows) < 1.05 * rows[0], rows
+
+
+def test_a_conversation_line_by_line(start, tiny, delta):
+    """Of each turn only what follows the generation prompt of the last one runs."""
+    for model in tiny, delta:
+        child, talk, texts = start(model, "-L", "-", "-n", 5, *GREEDY), [], [" ".join(WORDS * 4), "Why?", "Who?", "Hello"]
+        for text in texts:
+            talk.append({"role": "user", "content": text})
+            child.stdin.write(json.dumps(talk).encode() + b"\n")
+            talk.append({"role": "assistant", "content": json.loads(child.stdout.readline())})
+        _, prompts, cached, *_ = sums(child.communicate(timeout=300)[1])
+        assert prompts - cached < len(tokenize(model, texts[0].encode())) + 4 * 50, (model, prompts, cached)
 
 
 def test_cached_tokens_of_a_small_pool(tiny):

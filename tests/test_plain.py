@@ -8,7 +8,7 @@ import subprocess
 import deltas
 import numpy as np
 import pytest
-from conftest import QWEN3, ROOT, TESTS, build, copy_model, environment, export, export_py
+from conftest import QWEN3, ROOT, TESTS, build, copy_model, environment, export, export_py, hurting_list
 from test_tokenizer import KINDS, make_text
 
 SHAPES = {"Qwen3": dict(n_layers=3), "Qwen2": dict(qwen2=True, head_dim=16), "untied": dict(tied=False, seed=3),
@@ -132,22 +132,6 @@ def test_same_bytes_without_fma(model, tmp_path):
 
 
 # -- lists made to hurt the engine's cache
-
-def hurting_list(rng, lines):
-    """Texts that begin like others, with their given answers, and with parts of these; and what -o gives."""
-    words = "the old lighthouse keeper sang of rain and what is common to all beginnings".split()
-    def text(n):
-        return " ".join(rng.choice(words) for _ in range(n))
-    answers = [text(1), text(rng.randrange(30, 50)), "z", text(rng.randrange(10, 30))]
-    answers += [answers[1] + " " + text(rng.randrange(1, 20)), answers[3][:rng.randrange(3, 30)].rstrip()]
-    texts = [text(rng.randrange(1, 30))]
-    while len(texts) < lines:
-        base = rng.choice(texts)
-        texts.append(rng.choice([text(rng.randrange(1, 30)), base, base + " " + answers[1], base + " " + answers[4] + " z",
-                                 base + " " + rng.choice(answers), base[:rng.randrange(1, len(base) + 1)].rstrip() or "x",
-                                 base + " " + rng.choice(answers)[:rng.randrange(1, 60)].rstrip()]))
-    return "".join(text[:900] + "\n" for text in texts).encode(), "|".join(f" {answer}" for answer in dict.fromkeys(answers))
-
 
 def hurt(plain, test, model, seed, lines):
     """`plain` and the test build, which asserts the cache's invariant, in each mode; with other batches, threads and

@@ -187,8 +187,7 @@ def test_chat_section_and_what_is_said_without_one(checkpoint, exports, tmp_path
     assert len(exports(ck.save(tmp_path / "in"), "out.bin")) == 1
     assert chat_strings(tmp_path / "out.bin.tokenizer") == ORDINARY
     assert split_tokenizer((tmp_path / "out.bin.tokenizer").read_bytes())[1][b"syst"] == b""
-    for template, pattern in ((CHATS["counts"][0], "warning: the chat template.*differs for"),
-                              (None, "no chat template")):
+    for template, pattern in ((CHATS["counts"][0], "warning: the chat template.*differs for"), (None, "no chat template")):
         ck.files["chat_template.jinja"] = template
         (tmp_path / "in/chat_template.jinja").unlink(missing_ok=True)
         _, said = exports(ck.save(tmp_path / "in"), "out.bin")
