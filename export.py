@@ -1660,9 +1660,10 @@ def find_pieces(texts: dict[Conversation, str], bos: str) -> Pieces:
     with suppress(ValueError):  # it refuses a system message
         first, after_system, *_ = find_gaps(SYSTEM, *TALK)
     start = bos if first.startswith(bos) and no_system.startswith(bos) else ""
-    plain, think = (find_gaps(USER, thinking=thinking)[1].removeprefix(user_close)
-                    for thinking in (False, True))
+    thinks = find_gaps(USER, thinking=True)[1].startswith(user_close)  # else it changes USER, too
+    plain, think = (find_gaps(USER, thinking=x)[1].removeprefix(user_close) for x in (False, thinks))
     trim = [char for char, talk in THOUGHT.items() if texts[talk, None] == texts[TALK, None]]
+    trim = trim or ["\n"] * (THINK_END in assistant_open)
     return Pieces(start, no_system.removeprefix(start), first.removeprefix(start),
                   after_system.removesuffix(user_open), user_open, user_close, assistant_open,
                   assistant_close, plain, think, THINK_END if trim else "", "".join(trim),
@@ -1779,8 +1780,7 @@ def make_tokenizer(source: Source, vocab_size: int) -> tuple[bytes, bytes]:
     sampling = struct.pack("<2fI", numbers[0] if given.get("do_sample", True) else 0, *numbers[1:])
     plain = b""
     if "Qwen3_5" in source.family.architectures and mode == CHAT and not given:  # 0.8B to 9B
-        sampling, plain = (struct.pack("<2fIf", *card) for card in (
-            (1.0, 0.95, 20, 1.5),
+        sampling, plain = (struct.pack("<2fIf", *card) for card in ((1.0, 0.95, 20, 1.5),
             (1.0, 1.0, 20, 2.0) if source.config["hidden_size"] == 1024 else (0.7, 0.8, 20, 1.5)))
         Notices.hints.append("no sampling settings in the checkpoint: those that Qwen3.5's cards "
                              "advise (qwen3 -v says them)")

@@ -1118,7 +1118,7 @@ static double log_sum_exp(float *logits, int n) {
 // ------------------------------------------------------------------------------------------------
 // The main loop. A text is its ids, of which the first n_run have run. They run in order. An id's
 // logits predict the id after it. Ids before number `target` (from 0) run as they are. That one is
-// predicted: drawn, or if it is there, scored. (-o: none is drawn; Part II adds TEXTs to score.)
+// predicted: drawn, or if it is there, scored. (-o: no answer is drawn; Part II adds TEXTs.)
 //
 //   use             target begins at  each target ...                  the text ends
 //   an answer       the prompt's end  is drawn, appended and written   by one of the Endings below
@@ -2726,13 +2726,13 @@ static void keep_text(Engine *e, Text *t) {
     if (!has_state(e) || e->most_texts == 1) use_kept(e, last);
 }
 
-// Adds n unused blocks, which Kepts may lose; with `spare` none with which a text that runs begins:
-// it could go back to this. Returns false, and adds none, if fewer than `spare` would stay unused.
+// Adds n unused blocks, which Kepts may lose; with `spare` and states none with which a text that
+// runs begins: it may go back to this. Returns false, adding none, if fewer than spare would stay.
 static bool add_unused(Engine *e, Blocks *blocks, int n, int spare) {
     for (int i = e->n_kept - 1; i >= 0 && e->n_unused < n + spare; i--) {
         Kept *kept = &e->kept[i];
         bool needed = kept->from;
-        for (int j = 0; spare && j < e->n_running; j++)
+        for (int j = 0; spare && has_state(e) && kept->n && j < e->n_running; j++)
             needed |= count_common(e->order[j], kept->ids, kept->n) == kept->n;
         if (needed) continue;
         cut_blocks(e, &kept->blocks, 0);
@@ -3015,7 +3015,7 @@ static void prepare_passes(Engine *e, int context) {
     e->users = alloc(e->pass->n_blocks, sizeof(int), "the texts");
     e->row_nll = alloc(e->pass->logit_rows, sizeof(double), "the texts");
     const size_t size = state_size(&e->model.config);
-    e->n_kept = e->most_texts + (e->most_texts > 1 ? 4 : 1);  // four at marks that texts share
+    e->n_kept = e->most_texts + (e->most_texts > 1 ? 4 : e->options.list ? 2 : 1);  // at marks
     for (int i = 0; i < e->n_kept; i++) {
         e->kept[i] = (Kept){.ids = alloc(context, sizeof(int), "the texts")};
         e->kept[i].blocks.p = alloc(n, sizeof(int), "the texts");
@@ -4350,7 +4350,7 @@ static bool read_prompt(Engine *e) {
     if (o->text) buffer_add(text, bytes("\n\n"));
     const size_t before = text->n;
     if (piped && is_terminal(STDIN_FILENO)) notice("stdin: Ctrl-D ends the text");
-    if (piped && file_size(STDIN_FILENO) > 0 && !stdin_has_data())
+    if (piped && !o->given['f'] && file_size(STDIN_FILENO) > 0 && !stdin_has_data())
         warn("stdin: read in part (a loop?); all its rest is the prompt, not -i \"$line\"");
     const char *name = piped ? "stdin" : o->file, *error = file_read(text, o->file);
     if (error)
@@ -4808,8 +4808,8 @@ static void add_line(List *l, Bytes line) {
         add_text(e, &e->prompt, o->seed + number, begun)->slot->number = number;
         if (begun && number == l->in_file)
             notice("%.600s: line %zu: its last message is the assistant's, and the answer goes on "
-                   "from it; for a new one: jq -c 'del(.%s[-1])'", l->in.name, number + 1,
-                   *line.p == '{' ? "messages" : "");
+                   "from it; for a new one: jq -c 'del((.messages? // .)[-1])'", l->in.name,
+                   number + 1);
     }
 }
 

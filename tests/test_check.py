@@ -132,8 +132,7 @@ def test_a_file_of_older_programs(checkpoint, run, tmp_path):
     refused(run("--check", folder, "out.bin"), r"out.bin: panels \(export it again\) is not supported, expected 1, found 0")
 
 
-@pytest.mark.parametrize("edit", [lambda d: d[:-1], lambda d: d + b"\0",
-                                  lambda d: d[:200] + bytes([d[200] ^ 1]) + d[201:]])
+@pytest.mark.parametrize("edit", [lambda d: d[:-1], lambda d: d + b"\0", lambda d: d[:200] + bytes([d[200] ^ 1]) + d[201:]])
 def test_tokenizer_differs(exported, run, edit):
     path = Path(f"{exported}.tokenizer")
     path.write_bytes(edit(path.read_bytes()))

@@ -222,8 +222,7 @@ def test_byte_order_marks(small, tmp_path):
         (tmp_path / "text").write_bytes(data)
         for args in ((), ("-f", "-"), ("-f", tmp_path / "text"), ("-l", "-"), ("-L", "-"), ("-m", "chat")):
             args = (small, "-q", *args) if args[:1] == ("-m",) else (*run, *args)
-            assert_error(qwen3(*args, stdin=data), 1, "text" if args[-1] == tmp_path / "text" else "stdin",
-                         "UTF-16", "UTF-8")
+            assert_error(qwen3(*args, stdin=data), 1, "text" if args[-1] == tmp_path / "text" else "stdin", "UTF-16", "UTF-8")
 
 
 @pytest.mark.parametrize("data, what", [
@@ -256,9 +255,10 @@ def test_bytes_that_are_not_utf_8(small, tmp_path, mode):
         assert re.findall("qwen3: (.*UTF-8,.*)\n", result.stderr.decode()) == [
             f"{expected} is not UTF-8, taken as it is; if it is Latin-1 (a guess): "
             "iconv -f LATIN1 -t UTF-8"] * bool(expected)
-    file.write_text("\u00e4 b\nc", encoding="utf-16-le")   # without its mark; most bytes are UTF-8
-    assert f"{file}: line 1 has a NUL byte, taken as it is; if it is UTF-16 (a guess): iconv -f UTF-16LE -t UTF-8\n" in (
-        qwen3(*run, "-f", file).stderr.decode())
+    for text in "a b\nc", "\u00e4 b\nc":               # without its mark; most bytes are UTF-8
+        file.write_text(text, encoding="utf-16-le")
+        assert f"{file}: line 1 has a NUL byte, taken as it is; if it is UTF-16 (a guess): iconv -f UTF-16LE -t UTF-8\n" in (
+            qwen3(*run, "-f", file).stderr.decode())
     file.write_bytes(latin)
     long = qwen3(*run, "-f", file, "-c", 2)
     assert mode in ("tokenize", "perplexity") or long.stderr.count(b"\n") == 1   # an error is alone
@@ -328,8 +328,9 @@ def test_data_beside_the_prompt_is_a_notice(small, tmp_path, mode):
         result = subprocess.run([QWEN3, small, "-m", mode, "-n", "1", *options], stdin=stdin, timeout=300,
                                 capture_output=True, env=environment())
         assert result.returncode == 0, result
-        return sum(map(result.stderr.count, (b"has data that was not read; -f - would add all of it\n",
-                                             b'read in part (a loop?); all its rest is the prompt, not -i "$line"\n')))
+        part = b'stdin: read in part (a loop?); all its rest is the prompt, not -i "$line"\n' in result.stderr
+        assert part == (not options and at == 5 and mode != "chat"), result
+        return result.stderr.count(b"qwen3: stdin: has data that was not read; -f - would add all of it\n")
     for options in (("-i", "a b"), ("-f", text), ("-i", "a b", "-f", text)):
         for data in (b"unread", b""):
             theirs, ours = os.pipe()                    # which stays open
@@ -339,10 +340,10 @@ def test_data_beside_the_prompt_is_a_notice(small, tmp_path, mode):
             assert not data or os.read(theirs, 100) == data
             os.close(theirs), os.close(ours)
         assert notices(*options, stdin=subprocess.DEVNULL) == 0
-    for options, at in (*[(("-i", "a b"), at) for at in (0, 5, 10)], ((), 0), (("-f", "-"), 0), (("-i", "a b", "-f", "-"), 0), (("-f", "-"), 5)):
+    for options, at in (*[(("-i", "a b"), at) for at in (0, 5, 10)], ((), 0), (("-f", "-"), 0), (("-i", "a b", "-f", "-"), 0), ((), 5)):
         with open(text, "rb", buffering=0) as file:
             file.seek(at)
-            assert notices(*options, stdin=file) == ((options == ("-i", "a b")) == (at == 0)), (options, at)
+            assert notices(*options, stdin=file) == (options == ("-i", "a b") and at == 0), (options, at)
 
 
 def test_terminal_without_prompt(small, embedding, random_model):

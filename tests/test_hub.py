@@ -144,8 +144,7 @@ def test_a_hub_s_commit_and_index(checkpoint, hub, tmp_path, monkeypatch):
     ({"architectures": ["Qwen3OmniForCausalLM"]}, "out.bin", "org/tiny/config.json: not Qwen3"),
     ({}, "nowhere/out.bin", "nowhere: missing"),
     ({}, "longname" * 40 + ".bin", "File name too long"),
-    ({"num_hidden_layers": 4096, "hidden_size": 1 << 20, "intermediate_size": 1 << 20}, "out.bin",
-     "too little disk space")])
+    ({"num_hidden_layers": 4096, "hidden_size": 1 << 20, "intermediate_size": 1 << 20}, "out.bin", "too little disk space")])
 def test_refused_before_the_weights_come(checkpoint, hub, tmp_path, config, out, pattern):
     ck = checkpoint()
     ck.config |= config

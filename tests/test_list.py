@@ -644,10 +644,11 @@ def test_statistics(tiny):
 
 def test_shared_beginning(tiny, delta):
     """The instruction runs once."""
-    common = " ".join(WORDS * 4)
-    for model in tiny, delta:
+    common = " ".join(WORDS * 2)
+    for model, batch in (tiny, 128), (delta, 128), (delta, 1):
         tokens = len(tokenize(model, common.encode()))
-        _, prompts, cached, *_ = sums(run_list(model, [b"%d apples" % i for i in range(100)], "-i", common, "-n", 1, *GREEDY)[1])
+        run = ("-i", common, "-n", 1, "-b", batch, *GREEDY)
+        _, prompts, cached, *_ = sums(run_list(model, [b"%d apples" % i for i in range(100)], *run)[1])
         assert tokens > 100 and prompts > 100 * tokens and prompts - cached < 1.02 * (tokens + 100 * 25)
         assert cached >= 99 * (tokens - 1), model
 
