@@ -40,7 +40,7 @@
    Wq h is a matrix (out, in) times a vector (in). q . K are the dot products of q with the rows of
    K; shares times V is the sum of the rows of V, each times its share. u * v multiplies element by
    element. The embedding table, all W, rms_ and _norm are weights; eps is mostly 1e-6. One step is
-   left out: before a vector meets a W (but Wr, Wa, Wb), quantize rounds it to 8 bits (Q8(h)):
+   left out: before a vector meets a large matrix, quantize rounds it to 8 bits (Q8(h)):
 
    x -+- norm, Q8, Wqkv, norm, rope, attention, Q8, Wo -(+)-+- norm, Q8, W1 W3, silu, Q8, W2 -(+) x
       '--------------------------------------------------'  '----------------------------------'
@@ -48,7 +48,7 @@
    In Qwen3-0.6B, dim is 1024 and hidden_dim 3072. It has 28 layers, each with 16 query heads and 8
    kv heads of head_dim 128: a position's keys and values take 2 * 28 * 8 * 128 * 4 = 229,376 bytes.
 
-     Norm.    A layer reads a copy of x of about one magnitude (rmsnorm), and adds to x itself. So x
+     Norm.    A layer reads a copy of x of steady magnitude (rmsnorm), and adds to x itself. So x
               can grow, and keeps what each layer added. (Were x itself normalized in each layer,
               what the first ones added would fade.) The norms of q and k (QK-norm) bound q . k.
      Scale.   q . k sums head_dim products, some positive and some negative. Its magnitude is about
@@ -148,7 +148,7 @@ typedef struct {
     int layer_bits;         // bits of a weight in the layers' matrices, 8 or 4; the others have 8
     int eight_bits;         // bit i set: matrix i of wq wk wv wo w1 w2 w3 wg has 8 nevertheless
     int panels;             // 1: the file has panels (see weight_int), 0: loading makes them
-    int8_t levels[16];      // with 4 bits: a weight's int8 values (export.py's are densest near 0)
+    int8_t levels[16];      // with 4 bits: the int8 of each nibble (export.py's are densest near 0)
     float rope_theta;
     float rms_norm_eps;
     int rope_scaling;       // not 0: rope is scaled for longer texts, by the next two
@@ -540,7 +540,7 @@ static void attend(Model *m, int l, int head, int pos) {
     for (int j = 0; j < head_dim; j++) a[j] *= 1 / total;
 }
 
-// Attention of all heads, with a gate (Qwen3.5) times sigmoid(Wg h8)
+// a = attention of all heads; with a gate (Qwen3.5), each a[i] is then times sigmoid(Wg h8)[i]
 static void run_attention(Model *m, int l, int pos) {
     const Config *c = &m->config;
     const Matrix *wg = &m->weights.layers[l].wg;
@@ -662,7 +662,7 @@ static void run_delta(Model *m, int l, int pos) {
 // ------------------------------------------------------------------------------------------------
 // The feed-forward network, and a mixture of experts (HF Qwen3MoeSparseMoeBlock)
 //
-// A mixture of experts has many experts, each with its own W1, W2 and W3, and a router Wr. For each
+// A mixture of experts has a router Wr and many experts, each with its own W1, W2 and W3. For each
 // token the router chooses the few experts that run: so a model has many weights, and a token needs
 // few of them. In place of x = x + W2 (silu(W1 h) * (W3 h)), a layer computes
 //
@@ -671,7 +671,7 @@ static void run_delta(Model *m, int l, int pos) {
 //   share = share / (sum over the chosen)    so that they add up to 1; some models skip this
 //   x = x + sum of share[i] W2[i] (silu(W1[i] h) * (W3[i] h)) over the chosen i
 //
-// Qwen3.5's mixture has a shared expert, too, the last: it is always added, with sigmoid(Wr h).
+// Qwen3.5's mixture has a shared expert, too, the last: always added, with sigmoid(its Wr h).
 
 // out (dim) = W2 Q8(silu(W1 h8) * (W3 h8)), each W that of `expert` (0 if there are no experts).
 static void feed_forward(Model *m, const Layer *layer, int expert, float *out) {
@@ -723,7 +723,7 @@ static void run_experts(Model *m, const Layer *layer) {
         feed_forward(m, layer, e, s->y);
         for (int i = 0; i < dim; i++) s->out[i] += s->share[e] * s->y[i];
     }
-    if (!chosen) s->out[0] = NAN;  // and so is what is made of x: at NaN logits the answer ends
+    if (!chosen) s->out[0] = NAN;  // the next rmsnorm spreads it: NaN logits end the answer
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -801,7 +801,7 @@ static Bytes bytes_from(Bytes b, size_t start) {  // b.p may be NULL if `start` 
 
 enum { OTHER, LETTER, NUMBER, SPACE, END };  // classes of characters; END: after the text
 // Bits of Tokenizer.kind. SPECIAL: not written. NORMALIZED: looked for after NFC. Text that spells
-// the token becomes it: in raw text if ADDED, in an answer's if ANSWERED, else if A_WORD as well.
+// a token becomes it: ADDED in raw text, ANSWERED in an answer, ANSWERED and A_WORD in others.
 enum { ADDED = 1, SPECIAL = 2, NORMALIZED = 4, A_WORD = 8, ANSWERED = 16 };
 enum { SYSTEM, USER, ASSISTANT };  // who wrote a message
 
@@ -810,7 +810,7 @@ typedef struct {           // the text around the messages of a conversation: se
     Bytes no_system;       // then, if the first message is not a system message
     Bytes open[3];         // before a message, by role
     Bytes close[3];        // after it
-    Bytes answer_open[2];  // before answers: [0] not to think (often <think></think>), [1] to think
+    Bytes answer_open[2];  // in place of open before a new answer: [0] not to think, [1] to think
     Bytes begun;           // before an answer whose beginning is given (export.py: since 5.0)
     Bytes strip;           // </think>: all up to the last one is cut from an earlier answer,
     Bytes trim;            // and then any of these characters from the start of what is left
@@ -906,8 +906,8 @@ typedef struct {     // text arrives in parts, some of which may hold added toke
 // Appends the text in form NFC, or as it is if the file has no data for it (before 5.0). (Part II)
 static void normalize(const Tokenizer *tok, Buffer *out, Bytes text);
 
-// Returns the token with exactly these bytes: if `added`, an added one, else a byte, which always
-// has one, or what merges make; or -1. (Part II: a hash table)
+// Returns the token with exactly these bytes, or -1: if `added`, an added one, else a single byte's
+// (every byte has one) or one that merges make. (Part II: a hash table)
 static int token_find(const Tokenizer *tok, Bytes text, bool added);
 
 // Appends the tokens of a piece. Of pairs with equal priorities the leftmost is merged first.
@@ -1116,9 +1116,9 @@ static double log_sum_exp(float *logits, int n) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// The main loop. A text is its ids, of which the first n_run have run. They run in order. An id's
-// logits predict the id after it. Ids before number `target` (from 0) run as they are. That one is
-// predicted: drawn, or if it is there, scored. (-o: no answer is drawn; Part II adds TEXTs.)
+// The main loop. A text is its ids; the first n_run have run, in order. An id's logits predict the
+// next id. Ids before number `target` (from 0) run as they are. That one is predicted: drawn, or if
+// it is there, scored. (Given answers, -o TEXT|TEXT: none is drawn; Part II adds and scores each.)
 //
 //   use             target begins at  each target ...                  the text ends
 //   an answer       the prompt's end  is drawn, appended and written   by one of the Endings below
@@ -1159,7 +1159,7 @@ typedef struct Text {  // add_text makes it (Part II) of a prompt that has ids a
     struct Slot *slot;     // what else Part II keeps of it
 } Text;
 
-// What run_text does with a text after an id has run. Each Ending is the text's.
+// What run_text does after an id has run. It stores a returned Ending in the text.
 static Ending draw_next(const Tokenizer *tok, Text *text, float *logits);  // draws its next id,
 static double nll_of(const Tokenizer *tok, float *logits, int id);         // or scores it
 static Ending add_nll(Text *text, double nll);
@@ -1208,7 +1208,7 @@ static Ending append_id(const Tokenizer *tok, Text *text, int id) {
 // Calls append_id for a drawn id. Ends thinking after N ids (option -r N) or at repeats. (Part II)
 static Ending accept_id(const Tokenizer *tok, Text *text, int id);
 
-// Overwrites the logits (of the id before). Returns as append_id.
+// May overwrite the logits (of the id before). Returns as append_id.
 static Ending draw_next(const Tokenizer *tok, Text *text, float *logits) {
     if (text->ids.n == text->max_ids) return LIMIT_REACHED;  // -n 0, or -o
     const int id = sample(&text->sampler, logits, tok->vocab_size);
@@ -1283,8 +1283,8 @@ static size_t thinking_length(const ChatFormat *f, Bytes text) {
 
 // Adds an answer of an earlier turn without its thinking (and, if the format strips it, blanks at
 // its ends). Of the tokens "</think>" "\n\n" "Yes" "<tool_call>", to_skip is 10 bytes, `left` what
-// stays. So a token may be cut. The rest is encoded anew, "Yes" perhaps with other ids than drawn.
-// But a whole added token stays one: its bytes are those of the same text in other tokens, too.
+// stays. So a token may be cut. Plain tokens are encoded anew, "Yes" perhaps as other ids. A whole
+// added token stays one: its bytes don't tell whether the model drew it or spelled it in others.
 static void encode_answer(Encoder *enc, const ChatFormat *f, const Message *message) {
     const Ids *ids = &message->ids;
     const Bytes rest = bytes_of(&message->text);  // what is not in ids
