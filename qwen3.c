@@ -560,7 +560,7 @@ static void run_attention(Model *m, int l, int pos) {
 // S^T k, the sum of the rows of S, each times its element of k, is the value that S has for k. For
 // each token, S first forgets: it keeps the share g. Then it learns d, a share b of the difference
 // (delta) between the token's value and the one that S has for its key: S + k d^T has for any key c
-// the value S^T c + (k . c) d (k: d more, as |k| is 1). Then its query asks S. In place of q to a:
+// the value S^T c + (k . c) d, d more for k (|k| is 1). Last, q asks S. In place of lines q to a:
 //
 //   u = [Wq h; Wk h; Wv h]                   delta_k_heads q and k, delta_v_heads v (DELTA_DIM)
 //   [q; k; v] = silu(conv[0] * u3 + conv[1] * u2 + conv[2] * u1 + conv[3] * u)
@@ -2727,7 +2727,7 @@ static void keep_text(Engine *e, Text *t) {
 }
 
 // Adds n unused blocks, which Kepts may lose; with `spare` and states none with which a text that
-// runs begins: it may go back to this. Returns false, adding none, if fewer than spare would stay.
+// runs begins: it may go back to this. False, adding none, if fewer than `spare` would stay unused.
 static bool add_unused(Engine *e, Blocks *blocks, int n, int spare) {
     for (int i = e->n_kept - 1; i >= 0 && e->n_unused < n + spare; i--) {
         Kept *kept = &e->kept[i];
@@ -3015,7 +3015,7 @@ static void prepare_passes(Engine *e, int context) {
     e->users = alloc(e->pass->n_blocks, sizeof(int), "the texts");
     e->row_nll = alloc(e->pass->logit_rows, sizeof(double), "the texts");
     const size_t size = state_size(&e->model.config);
-    e->n_kept = e->most_texts + (e->most_texts > 1 ? 4 : e->options.list ? 2 : 1);  // at marks
+    e->n_kept = e->most_texts + (e->most_texts > 1 ? 4 : e->options.list ? 2 : 1);  // + at marks
     for (int i = 0; i < e->n_kept; i++) {
         e->kept[i] = (Kept){.ids = alloc(context, sizeof(int), "the texts")};
         e->kept[i].blocks.p = alloc(n, sizeof(int), "the texts");
@@ -4301,7 +4301,7 @@ static void prepare_answers(Engine *e) {
 static int choose_context(const Engine *e) {
     const Config *c = &e->model.config;
     const int asked = e->options.context, least = modes[e->mode].least, most = c->max_seq_len;
-    const double room = memory_size() / 4 - 4.0 * state_size(c) * sizeof(float);  // four states
+    const double room = memory_size() / 4 - 4.0 * state_size(c) * sizeof(float);  // a chat's states
     const double positions = e->mode == PERPLEXITY ? 0 : room / position_size(c);
     const int fitting = min_int((int)fmax(fmin(positions, INT_MAX) / 1024, 4) * 1024, most);
     const int context = asked < 0 ? fitting : asked == 0 ? most : asked;
@@ -4350,7 +4350,7 @@ static bool read_prompt(Engine *e) {
     if (o->text) buffer_add(text, bytes("\n\n"));
     const size_t before = text->n;
     if (piped && is_terminal(STDIN_FILENO)) notice("stdin: Ctrl-D ends the text");
-    if (piped && !o->given['f'] && file_size(STDIN_FILENO) > 0 && !stdin_has_data())
+    if (piped && !o->given['f'] && file_size(STDIN_FILENO) > 0 && !stdin_has_data())  // midway
         warn("stdin: read in part (a loop?); all its rest is the prompt, not -i \"$line\"");
     const char *name = piped ? "stdin" : o->file, *error = file_read(text, o->file);
     if (error)

@@ -190,7 +190,7 @@ def settle(child):
     wait_for_call(child.pid, "read")
 
 
-def show_progress(child, line=r" left\x1b\[K", pause=0.8, times=1000):
+def show_progress(child, line=r" left\x1b\[K", times=1000):
     """Holds a spawned program up again and again, until it has taken the two seconds after which its progress
     is shown, however fast the machine is. Returns whether it was."""
     for _ in range(times):
@@ -198,7 +198,7 @@ def show_progress(child, line=r" left\x1b\[K", pause=0.8, times=1000):
         if found < 2:
             return found == 0
         child.kill(signal.SIGSTOP)
-        time.sleep(pause)
+        time.sleep(2.1)
         child.kill(signal.SIGCONT)
     return False
 

@@ -26,7 +26,7 @@ def run(model, *args, tokens=TOKENS, batch=4, context=0, times=1000, to=""):
     command = shlex.join(map(str, [QWEN3, model, "-f", prompt, "-c", context, "-j", 1, "-b", batch, "-n", 3, *args]))
     for _ in range(5):
         child = spawn_shell(f"exec {command} > {out} {to}")
-        shown = show_progress(child, pause=2.1 if times == 1000 else 0.8, times=times)
+        shown = show_progress(child, times=times)
         text = child.before + child.after if shown else b""
         status = finish(child)
         text += child.before
