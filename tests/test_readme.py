@@ -181,9 +181,10 @@ def test_block(commands, folder):
     if not commands:
         pytest.skip("a program is not installed")
     text = "".join(commands)
-    if "labels.jsonl |" in text and not Path("labels.jsonl").exists():                  # made in the block before
-        labels = next("".join(block) for block in BLOCKS if "> labels.jsonl" in "".join(block))
-        run_all([labels], folder)
+    for name in re.findall(r"\w+\.jsonl", text):
+        makes = [block for block in map("".join, BLOCKS) if f"> {name}" in block]       # made in an earlier block
+        if makes and not Path(name).exists() and f"> {name}" not in text:
+            run_all(makes[:1], folder)
     for model in set(re.findall(r"\./qwen3 (\S+)\.bin", text)):
         if not Path(f"{model}.bin").exists() and "export.py " not in text:      # made in an earlier block
             assert run_export(f"Qwen/{model}")[0] == 0
@@ -220,6 +221,20 @@ def check_recipes(text, stdout):
         mean = {name: sum(row["p"][name] for row in labels) / 2 for name in labels[0]["p"]}
         assert [row["choice"] for row in unbiased] == \
             [max(row["p"], key=lambda name: row["p"][name] / mean[name]) for row in labels]
+        assert [sum(row["p"].values()) for row in unbiased] == pytest.approx([1, 1])
+    if "> shown.jsonl" in text:
+        assert [(row["gold"], list(row["p"])) for row in rows("shown.jsonl")] == \
+            [(gold, ["Question", "Complaint", "Praise"]) for gold in ("Praise", "Complaint")]
+    if "> complaints.jsonl" in text:
+        shown, found = rows("shown.jsonl"), rows("complaints.jsonl")
+        p = [row["p"]["Complaint"] for row in shown]
+        right = [sum((x >= least) == (row["gold"] == "Complaint") for x, row in zip(p, shown)) for least in p]
+        least = max(zip(right, p), key=lambda pair: pair[0])[1] if right[0] != right[1] else p[1]   # jq takes the last
+        assert [row["complaint"] for row in found] == [x >= least for x in p]
+    if "--slurpfile other" in text:                 # both have the id 1: the second row of shown.jsonl counts
+        kinds, last = rows("kinds.jsonl"), rows("shown.jsonl")[1]
+        right = Counter((row["choice"] == row["gold"], last["choice"] == last["gold"]) for row in kinds)
+        assert lines == [f"{n}\t{str(a).lower()}\t{str(b).lower()}" for (a, b), n in sorted(right.items())]
     if "labels.tsv" in text:
         table = [line.split("\t") for line in Path("labels.tsv").read_text().splitlines()]
         assert len(table) == 2 and all(row[0] == "1" and row[1] in text and 0 < float(row[2]) < 1 for row in table)
@@ -247,6 +262,8 @@ def check_recipes(text, stdout):
     if "fields.jsonl" in text:
         assert [(row["id"], row["end"]) for row in rows("fields.jsonl")] == [(1, "stop")] * 2
         assert [list(json.loads(line)) for line in lines] == [["id", "fields"]] * 2
+    if "turns.txt" in text:
+        assert lines[:1] == lines[1:2] and lines[-1] == "Your name is Ann."
     if "Who signs?" in text:
         assert len(lines) == 3 and lines[0].startswith("Who signs? ")
     if "> typed.jsonl" in text:
