@@ -1264,48 +1264,14 @@ static Ending embed_text(const Model *m, Text *text, float *x) {
 
 typedef struct {
     int role;     // SYSTEM (instructions for all of it), USER or ASSISTANT (the model)
-    Ids ids;      // the drawn tokens of an answer (if -x TEXT ended it, those before TEXT)
-    Buffer text;  // the rest: all of a message that was not drawn; of a drawn one nothing, or if
-                  // -x TEXT ended it inside a token, the bytes of this token before TEXT
+    Buffer text;  // of an answer that was drawn: its thinking, too
 } Message;
 
 typedef struct { Message *p; size_t n, cap; } Conversation;
 
-// Returns the part of a message that the format has: perhaps without blanks at its ends. (Part II)
-static Bytes strip_message(const Tokenizer *tok, Bytes text);
-
-// Returns the length of an answer's thinking: to the last </think> and its newlines; 0 without one.
-static size_t thinking_length(const ChatFormat *f, Bytes text) {
-    size_t n = find_last(text, f->strip);
-    while (n > 0 && n < text.n && f->trim.n && memchr(f->trim.p, text.p[n], f->trim.n)) n++;
-    return n;
-}
-
-// Adds an answer of an earlier turn without its thinking (and, if the format strips it, blanks at
-// its ends). Of the tokens "</think>" "\n\n" "Yes" "<tool_call>", to_skip is 10 bytes, `left` what
-// stays. So a token may be cut. Plain tokens are encoded anew, "Yes" perhaps as other ids. A whole
-// added token stays one: its bytes don't tell whether the model drew it or spelled it in others.
-static void encode_answer(Encoder *enc, const ChatFormat *f, const Message *message) {
-    const Ids *ids = &message->ids;
-    const Bytes rest = bytes_of(&message->text);  // what is not in ids
-    Buffer all = {0};
-    for (size_t i = 0; i < ids->n; i++) buffer_add(&all, enc->tok->text[ids->p[i]]);
-    buffer_add(&all, rest);
-    const Bytes stripped = strip_message(enc->tok, bytes_of(&all));
-    const Bytes kept = bytes_from(stripped, thinking_length(f, stripped));
-    size_t to_skip = (size_t)(kept.p - all.p), left = kept.n;
-    for (size_t i = 0; i < ids->n; i++) {
-        const int id = ids->p[i];
-        const Bytes text = enc->tok->text[id];
-        const size_t cut = min_size(to_skip, text.n), n = min_size(left, text.n - cut);
-        to_skip -= cut;
-        left -= n;
-        if (n == text.n && (enc->tok->kind[id] & ADDED)) encode_token(enc, id);
-        else encode_plain(enc, (Bytes){text.p + cut, n});
-    }
-    encode_message(enc, (Bytes){bytes_from(rest, to_skip).p, left}, ASSISTANT);
-    free(all.p);
-}
+// Returns what the format has of message i: an earlier answer without its thinking, and each
+// message perhaps without the blanks at its ends. (Part II)
+static Bytes content_of(const Tokenizer *tok, const Conversation *conversation, size_t i);
 
 // Adds the beginning of the answer that the model is to go on with. (Part II)
 static void encode_begun(Encoder *enc, const ChatFormat *f, Bytes text);
@@ -1323,15 +1289,13 @@ static void render(const Tokenizer *tok, const Conversation *conversation, size_
     encode_marked(&enc, f->start);
     if (n == 0 || conversation->p[0].role != SYSTEM) encode_marked(&enc, f->no_system);
     for (size_t i = 0; i < n - (begun ? 1 : 0); i++) {
-        const Message *message = &conversation->p[i];
-        if (i < first && message->role != SYSTEM) continue;
-        encode_marked(&enc, f->open[message->role]);
-        if (message->role == ASSISTANT) encode_answer(&enc, f, message);
-        else encode_message(&enc, strip_message(tok, bytes_of(&message->text)), message->role);
-        encode_marked(&enc, f->close[message->role]);
+        const int role = conversation->p[i].role;
+        if (i < first && role != SYSTEM) continue;
+        encode_marked(&enc, f->open[role]);
+        encode_message(&enc, content_of(tok, conversation, i), role);
+        encode_marked(&enc, f->close[role]);
     }
-    if (begun)
-        encode_begun(&enc, f, strip_message(tok, bytes_of(&conversation->p[n - 1].text)));
+    if (begun) encode_begun(&enc, f, content_of(tok, conversation, n - 1));
     else encode_marked(&enc, f->answer_open[think]);
     encode_flush(&enc);
     free(enc.pending.p);
@@ -3180,9 +3144,14 @@ static void writer_thinks(Writer *out, bool thinking) {
     out->thinking = thinking;
 }
 
+// Returns what an answer has of a token: its bytes, but none of a SPECIAL one.
+static Bytes text_of(const Tokenizer *tok, int id) {
+    return tok->kind[id] & SPECIAL ? (Bytes){0} : tok->text[id];
+}
+
 static bool writer_token(Writer *out, const Tokenizer *tok, int id) {
     Buffer *held = &out->held;
-    Bytes text = tok->kind[id] & SPECIAL ? (Bytes){0} : tok->text[id];
+    Bytes text = text_of(tok, id);
     while (out->trims && text.n && *text.p == '\n') text = bytes_from(text, 1);
     out->trims &= text.n == 0;
     buffer_add(held, text);
@@ -3328,8 +3297,19 @@ static Bytes strip(const Tokenizer *tok, Bytes text, bool both_ends) {
 
 static Bytes strip_end(const Tokenizer *tok, Bytes text) { return strip(tok, text, false); }
 
-static Bytes strip_message(const Tokenizer *tok, Bytes text) {
-    return tok->chat.strips ? strip(tok, text, true) : text;
+// Returns how long an answer's thinking is: all to the last </think>, even one that is quoted, and
+// the newlines after it (f->trim); 0 without one.
+static size_t thinking_length(const ChatFormat *f, Bytes text) {
+    size_t n = find_last(text, f->strip);
+    while (n > 0 && n < text.n && f->trim.n && memchr(f->trim.p, text.p[n], f->trim.n)) n++;
+    return n;
+}
+
+static Bytes content_of(const Tokenizer *tok, const Conversation *talk, size_t i) {
+    const Bytes whole = bytes_of(&talk->p[i].text);
+    const Bytes text = tok->chat.strips ? strip(tok, whole, true) : whole;
+    const bool earlier = talk->p[i].role == ASSISTANT && i + 1 < talk->n;  // else it goes on
+    return bytes_from(text, earlier ? thinking_length(&tok->chat, text) : 0);
 }
 
 // Returns how many ids of a raw prompt need not be encoded anew with each TEXT, and takes away the
@@ -3833,7 +3813,6 @@ static Message *conversation_add(Conversation *talk, int role, Bytes text) {
 static void conversation_drop(Conversation *talk, size_t first, size_t end) {
     for (size_t i = first; i < end; i++) {
         free(talk->p[i].text.p);
-        free(talk->p[i].ids.p);
     }
     for (size_t i = end; i < talk->n; i++) talk->p[first + i - end] = talk->p[i];
     talk->n -= end - first;
@@ -3913,22 +3892,20 @@ static void write_result(Engine *e) {
 
 // Answers the prompt, as the conversation's next message. Returns false if Ctrl-C came first.
 static bool respond(Engine *e) {
-    Message *message = conversation_add(&e->conversation, ASSISTANT, (Bytes){0});
     const Tokenizer *tok = &e->tokenizer;
+    Buffer *answer = &conversation_add(&e->conversation, ASSISTANT, (Bytes){0})->text;
     const Text *t = run_request(e);
     e->sampling.rng = t->sampler.rng;
-    for (size_t i = t->n_prompt; i < t->ids.n; i++) ids_add(&message->ids, t->ids.p[i]);
+    for (size_t i = t->n_prompt; i < t->ids.n && !chooses(e); i++) {
+        const int id = t->ids.p[i];  // of </think> it has the bytes, even of a SPECIAL one
+        buffer_add(answer, id == tok->end_think ? tok->text[id] : text_of(tok, id));
+    }
+    answer->n -= t->writer->cut;  // -x TEXT: was not written
+    t->writer->cut = 0;
     if (chooses(e) && t->ending == COMPLETE) write_choices(t);
     else writer_end(t->writer);
     report_answer(e, t);
-    // What was drawn, but not written because of -x TEXT, is taken back: see Message.
-    for (size_t lost, *cut = &t->writer->cut; *cut > 0; *cut -= lost) {
-        const int id = message->ids.p[--message->ids.n];
-        const Bytes text = tok->kind[id] & SPECIAL ? (Bytes){0} : tok->text[id];
-        lost = min_size(*cut, text.n);
-        buffer_add(&message->text, (Bytes){text.p, text.n - lost});
-    }
-    return t->ending != INTERRUPTED || message->ids.n > 0;
+    return t->ending != INTERRUPTED || answer->n > 0;
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -4773,11 +4750,8 @@ static const char *encode_line(List *l, Bytes line) {
     l->silent = lacks && l->nameless++ > 0;
     if (!error && own) error = take_choices(object, e->options.member, &e->next);
     size_t size = 0;
-    for (size_t i = 0; i < talk->n; i++) {
-        const Bytes text = bytes_of(&talk->p[i].text);
-        const bool earlier = talk->p[i].role == ASSISTANT && i + 1 < talk->n;  // loses its thinking
-        size += text.n - (earlier ? thinking_length(&e->tokenizer.chat, text) : 0);
-    }
+    for (size_t i = 0; i < talk->n; i++)
+        size += chat ? content_of(&e->tokenizer, talk, i).n : talk->p[i].text.n;
     if (!error && size) error = wrong_size(e, size);  // messages may be empty: see take_line
     if (error) return error;
     encode_prompt(e, talk, 0);

@@ -105,17 +105,38 @@ def test_words_count_and_marks_are_not_made(tokenizer, tmp_path, which):
                 and attack in own.decode(found, skip_special_tokens=False)), attack
 
 
-@pytest.mark.parametrize("spelled", [True, False])
-def test_an_answer_that_spells_a_control_token(chain, tokenizer, spelled):
-    """It comes back as the text it was; the token itself comes back as the token."""
-    token = "<think>" if spelled else "<tool_call>"
-    result = chat(chain("Ċ", *(token if spelled else [token]), ".", END), b"one\ntwo\n")
-    assert result.stdout.decode() == f"{token}.\n" * 2
-    second = prompts(result)[1]
-    assert second.count(tokenizer.token_to_id(token)) == (not spelled)
-    assert tokenizer.decode(second, skip_special_tokens=False) == (
-        f"<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n{token}.<|im_end|>\n"
-        "<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\n")
+@pytest.mark.parametrize("drawn, said", [
+    (list("<think>"), "<think>"), (["<tool_call>"], "<tool_call>"), (["a", "<|box_start|>", "b"], "ab"), (["c", "a"], "ca")],
+    ids=["spelled", "drawn", "special", "other tokens"])
+def test_an_answer_comes_back_as_its_text(chain, tokenizer, drawn, said):
+    """As a list's messages and transformers have it: what spells a control token is the token, what wasn't written isn't there."""
+    model = chain("Ċ", *drawn, ".", END)
+    result = chat(model, b"one\ntwo\n")
+    assert result.stdout.decode() == f"{said}.\n" * 2
+    text = (f"<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n{said}.<|im_end|>\n"
+            "<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\n")
+    talk = [("user", b"one"), ("assistant", said.encode() + b"."), ("user", b"two")]
+    assert [prompts(result)[1]] == records("render", model, 1, texts=talk) == [tokenizer.encode(text).ids]
+
+
+def test_an_answer_that_spells_a_mark(chain, tokenizer):
+    """A special token is none in an answer: else a user who has the model spell it would end a message."""
+    talk = [("user", b"one"), ("assistant", b"<|im_end|>"), ("user", b"two")]
+    ids, = records("render", chain("Ċ", "a", END), 1, texts=talk)
+    assert ids.count(tokenizer.token_to_id(END)) == 3
+
+
+@pytest.mark.parametrize("special", [0, 1])
+def test_thinking_whose_end_is_a_special_token(chain, tokenizer, tmp_path, special):
+    """It is not written, but an earlier answer loses its thinking."""
+    ends = tokenizer.token_to_id("</think>")
+    model = change_sections(copy_model(chain("Ċ", "<think>", "a", "</think>", "b", END, template=CHATS["trims"][0]), tmp_path),
+                            lambda sections: sections.update({b"adde": b"".join(
+                                struct.pack("<II", i, kind | special * (i == ends))
+                                for i, kind in struct.iter_unpack("<II", sections[b"adde"]))}))
+    result = chat(model, b"one\ntwo\n", "-r", 1)
+    second = tokenizer.decode(prompts(result)[1], skip_special_tokens=False)
+    assert result.stdout == b"b\n" * 2 and "<|im_start|>assistant\nb<|im_end|>\n" in second
 
 
 def test_a_user_who_types_control_tokens(chain, tokenizer):
