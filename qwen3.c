@@ -35,12 +35,12 @@
      x = x + Wo a                             a: of all heads together (n_heads * head_dim)
      h = rmsnorm(x, rms_ffn)
      x = x + W2 (silu(W1 h) * (W3 h))         SwiGLU; silu(z) = z / (1 + exp(-z))
-     with experts: see choose_experts         W1, W3 are (hidden_dim, dim), W2 (dim, hidden_dim)
+     (experts: see The feed-forward network)  W1, W3 are (hidden_dim, dim), W2 (dim, hidden_dim)
 
    Wq h is a matrix (out, in) times a vector (in). q . K are the dot products of q with the rows of
    K; shares times V is the sum of the rows of V, each times its share. u * v multiplies element by
    element. The embedding table, all W, rms_ and _norm are weights; eps is mostly 1e-6. One step is
-   left out: before a vector meets a large matrix, quantize rounds it to 8 bits (Q8(h)):
+   left out. Large matrices have 8 or 4 bits a weight; quantize rounds a vector to 8 first (Q8(h)):
 
    x -+- norm, Q8, Wqkv, norm, rope, attention, Q8, Wo -(+)-+- norm, Q8, W1 W3, silu, Q8, W2 -(+) x
       '--------------------------------------------------'  '----------------------------------'
@@ -127,7 +127,6 @@ static void report(const char *fmt, ...);
 #define die(...) (report(__VA_ARGS__), exit(EXIT_FAILURE))
 
 INLINE int min_int(int a, int b) { return a < b ? a : b; }
-INLINE size_t min_size(size_t a, size_t b) { return a < b ? a : b; }
 
 // ------------------------------------------------------------------------------------------------
 // Types, with their shapes: (rows, cols) = (out, in). Skim them and come back. HF is Hugging Face's
@@ -172,12 +171,12 @@ typedef struct {
     int delta_dim;          // of q, k and v of a delta layer together
     int n_kv_layers;        // layers with keys and values: those of attention
     int cache_bits;         // of a number in the KV cache, 32 or 8 (option -C 8)
-} Config;
+} Config;  // Part II makes Weights by it. What a layer lacks is NULL there, or has no rows
 
 // A quantized matrix: see Quantization and the matrix product; for the order in memory, weight_int.
 typedef struct {
     int rows, cols;
-    int group_size;        // Config's: consecutive weights of a row, a group, have one scale
+    int group_size;        // as in Config: consecutive weights of a row, a group, have one scale
     int bits;              // of a weight, 8 or 4
     const int8_t *bytes;   // (rows, cols * bits / 8)  8 bits: int8; 4: two weights in a byte
     const void *scales;    // (rows, cols / group_size)  8 bits: float; 4: see half_float
@@ -192,14 +191,14 @@ typedef struct {
     const float *bk, *bv;  // (kv_dim) or NULL            self_attn.k_proj.bias, v_proj.bias
     Matrix wq;             // (q_dim, dim)                self_attn.q_proj
     Matrix wk, wv;         // (kv_dim, dim)               self_attn.k_proj, v_proj
-    Matrix wg;             // (q_dim, dim) or no rows     self_attn.q_proj: its gate
+    Matrix wg;             // (q_dim, dim) or no rows     self_attn.q_proj: each head's second half
     Matrix wo;             // (dim, q_dim)                self_attn.o_proj
     // A delta layer (HF linear_attn) has Wq, Wk (delta_k_dim, dim), Wv (delta_v_dim, dim), together
     // in_proj_qkv; Wg (delta_v_dim, dim), in_proj_z; Wo (dim, delta_v_dim), out_proj; and these:
     const float *conv;     // (PAST + 1, delta_dim) or NULL: attention   conv1d
     const float *forget;   // (delta_v_heads)             exp(A_log)
     const float *dt_bias;  // (delta_v_heads)             dt_bias
-    const float *o_norm;   // (DELTA_DIM)                 norm (all others of Qwen3.5: HF's + 1)
+    const float *o_norm;   // (DELTA_DIM)                 norm (Qwen3.5's other norms: HF's + 1)
     const float *wa, *wb;  // (delta_v_heads, dim)        in_proj_a, in_proj_b
     // With experts, w1, w3 and w2 hold the rows of expert 0, then those of expert 1, and so on.
     Matrix w1, w3;         // (hidden_dim, dim)           mlp.gate_proj, up_proj
@@ -240,7 +239,7 @@ typedef struct {
     float *out;        // (dim)           what is added to x
     float *logits;     // (vocab_size)
     float *keys, *values;  // (n_kv_layers, context, kv_dim)  the KV cache: all k and v so far
-    float *delta;      // (state_size)    the state of the delta layers
+    float *delta;      // (n_layers - n_kv_layers, layer_state)  the state of the delta layers
 } State;
 
 // load_model makes it (Part II). `context` is the most positions of a text (option -c).
@@ -251,7 +250,7 @@ typedef struct { Config config; Weights weights; State state; int context; } Mod
 //
 // Equal bits: a sum of floats depends on the order of its terms. So each sum has one order here,
 // which Part III keeps: a text's results never depend on threads, on how many tokens run together
-// or on other texts. They depend on the build (with fma?) and on libm (powf, cosf, log1pf ..).
+// or on other texts. They depend on the build (see mul_add) and on libm (powf, cosf, log1pf ..).
 
 // a * b + c, rounded once if the build has fma, else twice. Nothing else fuses (-ffp-contract=off).
 static float mul_add(float a, float b, float c);
@@ -290,7 +289,7 @@ INLINE float dot_of(const float *a, const float *b, int n) {
     return sum_of(sums, 16, false);
 }
 
-// out = w * x / sqrt(mean(x^2) + eps), all (n): HF Qwen3RMSNorm
+// out = w * x / sqrt(mean(x^2) + eps), all (n), if sum(x^2) is finite: HF Qwen3RMSNorm
 static void rmsnorm(float *out, const float *x, const float *w, int n, float eps) {
     float inverse = 1 / sqrtf(sum_of(x, n, true) / n + eps);
     for (int i = 0; i < n; i++) out[i] = w[i] * (x[i] * inverse);
@@ -312,8 +311,8 @@ static void silu_times(float *gate, const float *up, int n) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Quantization and the matrix product. For one token, reading the weights from memory takes longer
-// than the arithmetic. So all matrices but a few small ones are quantized: they take fewer bytes.
+// Quantization and the matrix product. For one token, reading the weights takes longer than Part
+// III's arithmetic. So all matrices but a few small ones are quantized: they take fewer bytes.
 //
 // With 8 bits, the weights of a group (32 to 256 consecutive ones of a row) are stored as int8
 // values and a float scale: a weight is its int8 times the scale. (The largest weight sets the
@@ -323,13 +322,15 @@ static void silu_times(float *gate, const float *up, int n) {
 // this size. So the dot product of a group of weights and one of the vector is a sum of integers,
 // at most 256 * 128 * 127 < 2^22, exact even as a float, times the two scales.
 
-// Returns weight i of row r without its scale. With 8 bits, byte i of a row is weight i. With 4, a
-// group has group_size / 2 bytes: the low nibble of its byte j is weight j, the high one weight j +
-// group_size / 2. SIMD instructions compute 4 to 16 rows at once: so 16 rows, a panel, lie together
-// (the last panel is padded): a word (4 bytes) of each row (a column of words), then the next:
+// Returns weight i of row r without its scale. With 8 bits it is byte i of the row.
+// With 4, a group has group_size / 2 bytes: byte j has weight j (low nibble) and weight j
+// + group_size / 2 (high). SIMD instructions compute 4 to 16 rows at once. So in memory 16
+// rows are together, a panel (the last one is padded). It begins with column 0, the first
+// word (4 bytes) of each row; then comes column 1, the second word of each, and so on:
 //   row 0, word 0 | row 1, word 0 | ... | row 15, word 0 | row 0, word 1 | row 1, word 1 | ...
-// With 8 bits and rows of 64, weight (17, 6) is in panel 1 and there in column 1, row 1, byte 2:
-// 16 * 64 (panel 0) + 16 * 4 (column 0) + 4 (row 0's word) + 2 = byte 1094 of the matrix.
+// For example, rows have 128 weights of 4 bits in groups of 64, so 16 words. Weight (17, 70) is in
+// row 1 of panel 1, and there weight 6 of group 1: the low nibble of byte 32 + 6, byte 2 of word 9.
+// In the matrix this is byte 16 * 64 (panel 0) + 9 * 16 * 4 (columns) + 4 (row 0) + 2 = 1606.
 enum { PANEL = 16 };
 
 INLINE int weight_int(const Matrix *w, int r, int i) {
@@ -389,16 +390,17 @@ static void add(float *x, const float *y, int n) {
 // Embedding and rope: a token's first x, and what tells the layers its position
 //
 // rope rotates each pair (q[j], q[j + rotary_dim/2]), j < rotary_dim/2, by the angle pos *
-// theta^(-2j / rotary_dim), and k in the same way. Turn both back by k's angle: q . k stays, k is
-// unturned, q turned by the angle of their distance: only this counts. theta is mostly 1e6. Pair 0
-// turns by 1 radian a position: it tells neighbours apart; after 6 it has gone round nearly once.
-// Slower ones tell near from far: of 64 (rotary_dim 128), pair 36 goes round in 14,900 positions.
-// The last pair turns 806,000 times as slowly as pair 0: by 3 degrees in 40,960 positions.
+// theta^(-2j / rotary_dim), and k in the same way. If both are turned back by k's angle,
+// q . k does not change. Then k is as it was, and q is turned by the angle of their distance.
+// So of their positions only the distance counts. theta is mostly 1e6. Pair 0 turns by 1
+// radian a position, nearly once round in 6: it tells neighbours apart. Slower ones tell near
+// from far: pair 36 of 64 (rotary_dim 128) goes round in 14,900 positions. The last pair is
+// 806,000 times as slow as pair 0: it turns by 3 degrees in 40,960 positions.
 
 // Returns the frequency of pair j in radians per position. If rope is scaled for texts longer than
-// in training (YaRN, arXiv 2309.00071), the file has other frequencies: the slow pairs turn slower
-// still, so that they go round no further than in training. More positions make a softmax flatter.
-// Against this, a factor on cos and sin makes q . k larger.
+// in training, the file has other frequencies. By YaRN (arXiv 2309.00071) the slowest pairs turn
+// so much slower that they go round no further than in training, and the fastest as before. More
+// positions make a softmax flatter. Against this, a factor on cos and sin makes q . k larger.
 static float rope_frequency(const Config *c, int j) {
     return c->rope_scaling ? c->rope_freq[j] : 1 / powf(c->rope_theta, 2.0f * j / c->rotary_dim);
 }
@@ -449,6 +451,13 @@ static void norm_and_quantize(Model *m, const float *w) {
     quantize(s->h8, s->h, c->dim, c->group_size);
 }
 
+// x (head_dim), one head's q or k, becomes rope(rmsnorm(x)); without weights w, rope(x).
+static void norm_and_rope(const Config *c, float *x, const float *w, const float *cos,
+                          const float *sin) {
+    if (w) rmsnorm(x, x, w, c->head_dim, c->rms_norm_eps);
+    rope(x, cos, sin, c->rotary_dim / 2);
+}
+
 // With option -C 8, Part III's KV cache has 16 numbers of k or v as 16 int8 values and one float
 // scale: 20 bytes, not 64. Here x (n), k or v, stays float, with the same values: int8 * scale.
 static void round_to_int8(float *x, int n) {
@@ -460,11 +469,13 @@ static void round_to_int8(float *x, int n) {
     }
 }
 
-// x (head_dim), one head's q or k, becomes rope(rmsnorm(x)); without weights w, rope(x).
-static void norm_and_rope(const Config *c, float *x, const float *w, const float *cos,
-                          const float *sin) {
-    if (w) rmsnorm(x, x, w, c->head_dim, c->rms_norm_eps);
-    rope(x, cos, sin, c->rotary_dim / 2);
+// Rounds k and v (kv_dim) for -C 8. Some elements of Qwen2.5's bk are 100 times the
+// others, and rope hardly turns these: so k - bk is smaller, and rounds finer. bk is the
+// same at all positions: so all scores of a q lose the same number, and its shares stay.
+static void round_kv(const Config *c, const Layer *layer, float *k, float *v) {
+    for (int i = 0; layer->bk && i < c->kv_dim; i++) k[i] -= layer->bk[i];
+    round_to_int8(k, c->kv_dim);
+    round_to_int8(v, c->kv_dim);
 }
 
 // q = rope(rmsnorm(Wq h8)), k = rope(rmsnorm(Wk h8)), v = Wv h8; k, v are made in the cache. Qwen2
@@ -486,13 +497,7 @@ static void qkv(Model *m, int l, int pos) {
         norm_and_rope(c, q + i * c->head_dim, layer->q_norm, s->cos, s->sin);
     for (int i = 0; i < c->n_kv_heads; i++)
         norm_and_rope(c, k + i * c->head_dim, layer->k_norm, s->cos, s->sin);
-    if (c->cache_bits == 8) {
-        // Rope hardly turns those elements of Qwen2.5's bk that are 100 times the others: so k - bk
-        // is smaller, and rounds finer. All scores of a q lose the same q . bk: its shares stay.
-        for (int i = 0; layer->bk && i < c->kv_dim; i++) k[i] -= layer->bk[i];
-        round_to_int8(k, c->kv_dim);
-        round_to_int8(v, c->kv_dim);
-    }
+    if (c->cache_bits == 8) round_kv(c, layer, k, v);
 }
 
 // Returns q . k / sqrt(head_dim), both (head_dim), added in order of j.
@@ -502,13 +507,15 @@ static float attention_score(const float *q, const float *k, int head_dim) {
     return dot * (1 / sqrtf((float)head_dim));
 }
 
-// Attention of one query head: a = softmax(q . K / sqrt(head_dim)) V. K and V (pos + 1, head_dim)
-// are the keys and values of all positions up to the token's own: a token sees itself and those
-// before it, and none after it (causal). The positions come in spans, so that the array `score` is
-// short; other spans give other bits. `largest` is the largest score so far. `total` sums exp(score
-// - largest), because exp(score) itself could be infinite, and the array `a` sums the values, each
-// times this. Where a span raises `largest`, both are first multiplied by keep = exp(before -
-// largest) (online softmax). Last, `a` is multiplied by 1 / total.
+// Attention of one query head: a = softmax(q . K / sqrt(head_dim)) V. K and V (pos + 1,
+// head_dim) are the keys and values of all positions up to the token's own: a token sees
+// itself and those before it, and none after it (causal). exp(score) itself could be
+// infinite. So `total` sums exp(score - largest), where `largest` is the largest score, and
+// the array `a` sums the values, each times this. Last, `a` is multiplied by 1 / total.
+//
+// The positions come in spans, so that the array `score` is short. (Other spans give other bits.) A
+// text of up to 256 tokens is one span, and `keep` only multiplies zeros. In longer ones, each span
+// may raise `largest`: total and `a` so far are then multiplied by keep = exp(before - largest).
 enum { SPAN = 256 };
 
 static void attend(Model *m, int l, int head, int pos) {
@@ -526,7 +533,7 @@ static void attend(Model *m, int l, int head, int pos) {
         }
         const float before = largest;
         largest = fmaxf(largest, max_of(score, n));
-        const float keep = fast_exp(before - largest);         // the first span multiplies 0 by it
+        const float keep = fast_exp(before - largest);
         const float terms = softmax_terms(score, n, largest);  // score[i] = exp(score[i] - largest)
         total = mul_add(total, keep, terms);
         for (int j = 0; j < head_dim; j++) {
@@ -556,16 +563,17 @@ static void run_attention(Model *m, int l, int pos) {
 // ------------------------------------------------------------------------------------------------
 // The delta rule (Gated DeltaNet, arXiv 2412.06464; HF Qwen3_5GatedDeltaNet): skip it for Qwen3.
 //
-// A delta layer has a matrix S (DELTA_DIM, DELTA_DIM) for each value head. It maps keys to values:
-// S^T k, the sum of the rows of S, each times its element of k, is the value that S has for k. For
-// each token, S first forgets: it keeps the share g. Then it learns d, a share b of the difference
-// (delta) between the token's value and the one that S has for its key: S + k d^T has for any key c
-// the value S^T c + (k . c) d, d more for k (|k| is 1). Last, q asks S. In place of lines q to a:
+// A delta layer has a matrix S (DELTA_DIM, DELTA_DIM) for each value head, a memory of
+// pairs of key and value. For a key k it has S^T k, the sum of its rows, each times its
+// element of k. For each token, S is first multiplied by g: it forgets. Then k d^T is
+// added, where d is a share b of the difference (delta) between the token's value and
+// what S now has for its key. So S has d more for k (if |k| is 1), and (k . c) d more for
+// a key c. Last, a is what S has for q. In place of lines q to a, such a layer computes
 //
 //   u = [Wq h; Wk h; Wv h]                   delta_k_heads q and k, delta_v_heads v (DELTA_DIM)
 //   [q; k; v] = silu(conv[0] * u3 + conv[1] * u2 + conv[2] * u1 + conv[3] * u)
 //              u1, u2, u3: u of the token 1, 2, 3 before. So q, k and v see 4 tokens
-//   q = q / |q| / sqrt(DELTA_DIM), k = k / |k|    for each head
+//   q = q / |q| / sqrt(DELTA_DIM), k = k / |k|    for each head (see make_unit)
 //   g = exp(-forget * softplus(Wa h + dt_bias))   softplus(z) = log(1 + exp(z))
 //   b = sigmoid(Wb h)                        each value head has one g and one b, from 0 to 1
 //   d = b * (v - g S^T k)                    each q and k serve delta_v_heads / delta_k_heads v
@@ -576,13 +584,10 @@ static void run_attention(Model *m, int l, int pos) {
 
 enum { DELTA_DIM = 128, PAST = 3 };  // of a head; tokens that the convolution sees before its own
 
-// Floats of the state in one layer: S of each value head, then u3, u2, u1 (DELTA_DIM) of each head
+// Floats of the state in one layer: S of each value head, then u3, u2, u1 (DELTA_DIM) of each head.
+// All delta layers of Qwen3.5-0.8B have 5,050,368 (20 MB), of any text.
 static size_t layer_state(const Config *c) {
     return (size_t)DELTA_DIM * c->delta_v_dim + PAST * c->delta_dim;
-}
-
-static size_t state_size(const Config *c) {  // of any text; in Qwen3.5-0.8B 5,050,368 (20 MB)
-    return (c->n_layers - c->n_kv_layers) * layer_state(c);
 }
 
 // A head's u becomes silu of its convolution; past (u3 u2 u1) becomes u2 u1 u. conv has rows of n.
@@ -598,7 +603,7 @@ static void convolve(float *restrict u, float *restrict past, const float *restr
     }
 }
 
-// x (DELTA_DIM) = x / |x| * scale. (|x| is its length, sqrt(x . x). 1e-6 keeps it above 0.)
+// x (DELTA_DIM) = x * scale / sqrt(x . x + 1e-6): |x| becomes scale, or less if it was below 0.01.
 static void make_unit(float *x, float scale) {
     const float inverse = scale / sqrtf(dot_of(x, x, DELTA_DIM) + 1e-6f);
     for (int i = 0; i < DELTA_DIM; i++) x[i] *= inverse;
@@ -686,11 +691,11 @@ static void feed_forward(Model *m, const Layer *layer, int expert, float *out) {
 
 static int all_experts(const Config *c) { return c->n_experts + c->shared_expert; }
 
-// Chooses the n_experts_used experts with the largest exp(term - max), of equal ones the lower
-// number. term is Wr h, and is overwritten; term and share are (all_experts). A chosen expert's
-// share is this over the sum of the chosen ones' (the softmax's own sum cancels), or with
-// no_topk_norm over the sum of all; a shared one's is sigmoid(Wr h). The others' are 0. If the sum
-// is NaN, all are 0, and it returns false.
+// Chooses the n_experts_used experts with the largest exp(term - max), of equal ones the
+// lower number. term is Wr h, and is overwritten; term and share are (all_experts). A chosen
+// expert's share is its exp(term - max) over the sum of the chosen ones' (the softmax's own
+// sum cancels), or with no_topk_norm over the sum of all. A shared one's is sigmoid(Wr h),
+// the others' are 0. If the sum is NaN, all shares are 0, and it returns false.
 static bool choose_experts(const Config *c, float *term, float *share) {
     const float all = softmax_terms(term, c->n_experts, max_of(term, c->n_experts));
     float chosen = 0;
@@ -727,10 +732,7 @@ static void run_experts(Model *m, const Layer *layer) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// The whole model, for one token. Part III computes the same bits for many at once. It calls
-// rmsnorm, dot_of, silu_times, quantize, add, embed, rope_angles, norm_and_rope, choose_experts,
-// state_size, convolve, make_unit, rates_of, norm_and_gate and what these call. Of the others up
-// to compute_logits it has its own form, as Part II has of run_text and encode_piece: change both.
+// The whole model, for one token. Part III computes the same bits for many tokens at once.
 
 // Runs layer l: x of the token at pos becomes x + attention (or delta rule), then x + feed-forward.
 static void run_layer(Model *m, int l, int pos) {
@@ -746,7 +748,7 @@ static void run_layer(Model *m, int l, int pos) {
     add(s->x, s->out, c->dim);                // x = x + out
 
     norm_and_quantize(m, layer->rms_ffn);
-    if (layer->router) run_experts(m, layer); // out = a mixture of experts: see there
+    if (layer->router) run_experts(m, layer); // out = the chosen experts' outputs, by share
     else feed_forward(m, layer, 0, s->out);   // out = W2 Q8(silu(W1 h8) * (W3 h8))
     add(s->x, s->out, c->dim);                // x = x + out
 }
@@ -772,11 +774,11 @@ static float *compute_logits(Model *m) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Text to tokens. Added tokens were put into the vocabulary by hand: marks, which the chat format
-// writes (<|im_start|> begins a message), and words, say a name that a fine-tune added. Raw text is
-// cut at both, a user's at words: there <|im_start|> is plain. The rest gets Unicode's NFC: e and
-// a combining accent (U+0301) become one letter (U+00E9), else Qwen3's next step would cut between
-// them. So both spellings get the same ids. A regular expression cuts the text into pieces, mostly
+// Text to tokens. Added tokens were put into the vocabulary by hand: marks, say of the chat format
+// (<|im_start|> begins a message), and words, say a name that a fine-tune added. Raw text is cut at
+// all of them, a user's message only at words: there <|im_start|> is plain. The rest gets Unicode's
+// NFC: e and a combining accent (U+0301) become one letter (U+00E9), else the next step would cut
+// between them. So both spellings get equal ids. A regular expression cuts it into pieces, mostly
 // words with the space before them: "Hello, world" becomes "Hello" "," " world", ids 9707 11 1879.
 // Then comes byte-pair encoding: at first each byte of a piece is a token. A merge makes one token
 // of two neighbours, if their bytes together are a token. The merge of the highest priority is
@@ -788,11 +790,9 @@ typedef struct { uint8_t *p; size_t n, cap; } Buffer;  // bytes that grow: p has
 typedef struct { int *p; size_t n, cap; } Ids;         // token ids that grow
 
 // Part II
-static void buffer_add(Buffer *b, Bytes text);    // appends a copy of the text
-static void ids_add(Ids *ids, int id);            // appends the id
-static size_t find_last(Bytes text, Bytes part);  // the offset after its last occurrence, or 0
+static void buffer_add(Buffer *b, Bytes text);  // appends a copy of the text
+static void ids_add(Ids *ids, int id);          // appends the id
 
-static Bytes bytes(const char *s) { return (Bytes){(const uint8_t *)s, strlen(s)}; }
 static Bytes bytes_of(const Buffer *b) { return (Bytes){b->p, b->n}; }
 
 static Bytes bytes_from(Bytes b, size_t start) {  // b.p may be NULL if `start` is 0
@@ -800,9 +800,6 @@ static Bytes bytes_from(Bytes b, size_t start) {  // b.p may be NULL if `start` 
 }
 
 enum { OTHER, LETTER, NUMBER, SPACE, END };  // classes of characters; END: after the text
-// Bits of Tokenizer.kind. SPECIAL: not written. NORMALIZED: looked for after NFC. Text that spells
-// a token becomes it: ADDED in raw text, ANSWERED in an answer, ANSWERED and A_WORD in others.
-enum { ADDED = 1, SPECIAL = 2, NORMALIZED = 4, A_WORD = 8, ANSWERED = 16 };
 enum { SYSTEM, USER, ASSISTANT };  // who wrote a message
 
 typedef struct {           // the text around the messages of a conversation: see The chat format
@@ -811,7 +808,7 @@ typedef struct {           // the text around the messages of a conversation: se
     Bytes open[3];         // before a message, by role
     Bytes close[3];        // after it
     Bytes answer_open[2];  // in place of open before a new answer: [0] not to think, [1] to think
-    Bytes begun;           // before an answer whose beginning is given (export.py: since 5.0)
+    Bytes begun;           // before an answer whose beginning is given; p NULL: answer_open[0]
     Bytes strip;           // </think>: all up to the last one is cut from an earlier answer,
     Bytes trim;            // and then any of these characters from the start of what is left
     bool strips;           // each message loses the blanks at its ends, before that (Qwen3.5)
@@ -821,7 +818,7 @@ typedef struct Tokenizer {
     int vocab_size;          // that of Config, from which tokenizer_load gets it
     Bytes *text;             // (vocab_size)
     float *priority;         // (vocab_size) of the merge that makes the token: higher ones first
-    uint8_t *kind;           // (vocab_size) ADDED, SPECIAL ...
+    uint8_t *kind;           // (vocab_size) is it an added token, is it written: see ADDED, Part II
     int end_of_text;         // <|endoftext|>
     int think;               // <think>: begins a model's thinking; -1: there is none
     int end_think;           // </think>: ends it; -1
@@ -829,7 +826,7 @@ typedef struct Tokenizer {
     Ids suffix;              // and after it
     Ids stop;                // each ends an answer
     ChatFormat chat;
-    struct Tables *tables;   // what else the file has: see there (Part II)
+    struct Tables *tables;   // what else the file has (Part II)
 } Tokenizer;
 
 typedef struct {  // one character of a text
@@ -903,7 +900,7 @@ typedef struct {     // text arrives in parts, some of which may hold added toke
     Buffer pending;  // not encoded yet: its last piece may go on in the next part
 } Encoder;
 
-// Appends the text in form NFC, or as it is if the file has no data for it (before 5.0). (Part II)
+// Appends the text in form NFC, or as it is if the file has no data for it. (Part II)
 static void normalize(const Tokenizer *tok, Buffer *out, Bytes text);
 
 // Returns the token with exactly these bytes, or -1: if `added`, an added one, else a single byte's
@@ -950,36 +947,26 @@ static void encode_flush(Encoder *enc) {
     enc->pending.n = 0;
 }
 
-static void encode_token(Encoder *enc, int id) {
-    encode_flush(enc);
-    ids_add(enc->out, id);
-}
-
 // Adds plain text for encode_flush. A mark in it, such as <|im_end|>, stays plain: no merges make
-// it, and encode_message finds none in a user's text. So a user can't forge the chat format.
+// it, and encode_message finds none in a user's text. So what a user types is never a mark.
 static void encode_plain(Encoder *enc, Bytes text) { buffer_add(&enc->pending, text); }
 
-// Adds a text: added tokens that it spells go to encode_token, the rest to encode_plain. (Part II)
+// Adds a text. Each added token that it spells ends the plain text before it
+// (encode_flush) and is appended; the rest goes to encode_plain. (Part II)
 static void encode_marked(Encoder *enc, Bytes text);
 
-// Adds a message by its text. In an answer it finds the ANSWERED tokens (all added ones that are
-// not SPECIAL: a model draws them), in other messages only those that are A_WORD, too. (Part II)
+// The same for a message: in an answer only for added tokens that are written (a
+// model draws <tool_call>, or spells it), in other messages only for words. (Part II)
 static void encode_message(Encoder *enc, Bytes text, int role);
-
-// Appends the ids of a text. If `marked`, all added tokens are found, else those of a user's text.
-static void encode_part(const Tokenizer *tok, Bytes text, bool marked, Ids *out) {
-    Encoder enc = {.tok = tok, .out = out};
-    if (marked) encode_marked(&enc, text);
-    else encode_message(&enc, text, USER);
-    encode_flush(&enc);
-    free(enc.pending.p);
-}
 
 // Appends the ids of a raw text (in all modes but chat), as HF's tokenizer(text) encodes it.
 static void encode_raw(const Tokenizer *tok, Bytes text, Ids *out) {
+    Encoder enc = {.tok = tok, .out = out};
     for (size_t i = 0; i < tok->prefix.n; i++) ids_add(out, tok->prefix.p[i]);
-    encode_part(tok, text, true, out);
+    encode_marked(&enc, text);
+    encode_flush(&enc);
     for (size_t i = 0; i < tok->suffix.n; i++) ids_add(out, tok->suffix.p[i]);
+    free(enc.pending.p);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -1050,21 +1037,17 @@ static void keep_top_k(float *p, int n, int k) {
         if (middle == least || middle == above) break;  // no float is between them
         int count = 0;
         for (int i = 0; i < n; i++) count += p[i] >= middle;
-        kept = count < k ? kept : count;
-        least = count < k ? least : middle;
-        above = count < k ? middle : above;
+        if (count < k) above = middle;
+        else least = middle, kept = count;
     }
     for (int i = 0; i < n; i++) p[i] = p[i] >= least ? p[i] : 0;
-    for (int i = n - 1; kept > k; i--) {
-        if (p[i] != least) continue;
-        p[i] = 0;
-        kept--;
-    }
+    for (int i = n - 1; kept > k; i--)
+        if (p[i] == least) p[i] = 0, kept--;
 }
 
 // Returns the lowest id at which the running sum of p (n) exceeds `point`, or n.
 static int token_at(const float *p, int n, double point) {
-    enum { STEP = 1024 };  // ids that are summed at once
+    enum { STEP = 1024 };  // ids that sum_double adds at once: faster than one by one
     int i = 0;
     for (; i + STEP <= n; i += STEP) {
         const double sum = sum_double(p + i, STEP);
@@ -1117,8 +1100,8 @@ static double log_sum_exp(float *logits, int n) {
 
 // ------------------------------------------------------------------------------------------------
 // The main loop. A text is its ids; the first n_run have run, in order. An id's logits predict the
-// next id. Ids before number `target` (from 0) run as they are. That one is predicted: drawn, or if
-// it is there, scored. (Given answers, -o TEXT|TEXT: none is drawn; Part II adds and scores each.)
+// next id. Ids before number `target` (from 0) run as they are. Id number `target` is predicted:
+// drawn, or if it is there, scored. (Of given answers, -o, none is drawn: Part II scores each.)
 //
 //   use             target begins at  each target ...                  the text ends
 //   an answer       the prompt's end  is drawn, appended and written   by one of the Endings below
@@ -1139,7 +1122,7 @@ typedef enum {
     IN_THINKING,                   // a stop id before the thinking has ended (Part II)
     LIMIT_REACHED, CONTEXT_ENDED,  // option -n (or -o: none is to be drawn); option -c
     REPEATS,                       // without -n: the answer goes round in circles
-    INTERRUPTED, FAILED            // any text: Ctrl-C; logits, or an embedding, are not finite
+    INTERRUPTED, FAILED            // any text: Ctrl-C; a draw's logits, nll, embedding not finite
 } Ending;
 
 typedef struct Text {  // add_text makes it (Part II) of a prompt that has ids and fits
@@ -1149,8 +1132,6 @@ typedef struct Text {  // add_text makes it (Part II) of a prompt that has ids a
     size_t n_prompt;   // ids before the answer, or before given answers (-o); in a perplexity all
     size_t max_ids;    // the most ids of prompt and answer (option -n); with -o none is drawn
     size_t context;    // the most positions in the cache (option -c), less the room of -o's answers
-    size_t watched;    // repeats count from this id on: at first n_prompt; with -n never (INT_MAX)
-    int repeats;       // how much it repeats itself: see repeats_itself (Part II)
     bool embeds;       // no id is predicted: x becomes an embedding
     double nll;        // the sum of -log(p) of its n scored ids: its perplexity is exp(nll / n)
     Ending ending;
@@ -1158,28 +1139,6 @@ typedef struct Text {  // add_text makes it (Part II) of a prompt that has ids a
     struct Writer *writer; // where the answer goes (Part II)
     struct Slot *slot;     // what else Part II keeps of it
 } Text;
-
-// What run_text does after an id has run. It stores a returned Ending in the text.
-static Ending draw_next(const Tokenizer *tok, Text *text, float *logits);  // draws its next id,
-static double nll_of(const Tokenizer *tok, float *logits, int id);         // or scores it
-static Ending add_nll(Text *text, double nll);
-static Ending embed_text(const Model *m, Text *text, float *x);            // or makes x a result
-
-// Runs a text to its end, one token at a time. (Part II runs many, and guesses ids: see Drafts.)
-static void run_text(Model *m, const Tokenizer *tok, Text *text) {
-    const Ids *ids = &text->ids;
-    while (text->ending == GOES_ON) {
-        if (!forward(m, ids->p[text->n_run], (int)text->n_run)) {
-            text->ending = INTERRUPTED;
-            break;
-        }
-        text->n_run++;
-        if (text->n_run < text->target) continue;  // the next id is taken as it is
-        if (text->embeds) text->ending = embed_text(m, text, m->state.x);
-        else if (text->target == ids->n) text->ending = draw_next(tok, text, compute_logits(m));
-        else text->ending = add_nll(text, nll_of(tok, compute_logits(m), ids->p[text->target]));
-    }
-}
 
 static bool is_stop(const Tokenizer *tok, int id) {
     for (size_t i = 0; i < tok->stop.n; i++)
@@ -1190,7 +1149,10 @@ static bool is_stop(const Tokenizer *tok, int id) {
 // Part II. writer_token writes a token's text. (It may end inside a character: then those bytes
 // wait.) It returns false if option -x TEXT ends the answer: nothing from TEXT on is written.
 static bool writer_token(struct Writer *out, const Tokenizer *tok, int id);
-static bool repeats_itself(const Tokenizer *tok, Text *text);  // it goes round in circles
+
+// Returns true if an answer goes round in circles: if 256 of its ids each were the last
+// of 8 that had come 3 times before. (Any other id takes 3 off this count.) (Part II)
+static bool repeats_itself(const Tokenizer *tok, Text *text);
 
 // Appends an id to its text and writes it, unless it is a stop id. Returns the text's Ending.
 static Ending append_id(const Tokenizer *tok, Text *text, int id) {
@@ -1202,13 +1164,14 @@ static Ending append_id(const Tokenizer *tok, Text *text, int id) {
     if (!writer_token(text->writer, tok, id)) return COMPLETE;
     if (ids->n == text->max_ids) return LIMIT_REACHED;
     if (repeats_itself(tok, text)) return REPEATS;
-    return ids->n <= text->context ? GOES_ON : CONTEXT_ENDED;  // there is room to run it
+    return ids->n <= text->context ? GOES_ON : CONTEXT_ENDED;  // GOES_ON: there is room to run it
 }
 
-// Calls append_id for a drawn id. Ends thinking after N ids (option -r N) or at repeats. (Part II)
+// Calls append_id for a drawn id. After N ids of thinking (option -r N), or when thinking
+// repeats itself, it appends a sentence that ends the thinking, and </think>. (Part II)
 static Ending accept_id(const Tokenizer *tok, Text *text, int id);
 
-// May overwrite the logits (of the id before). Returns as append_id.
+// Draws an id by the logits of the id before, and may overwrite these. Returns as append_id.
 static Ending draw_next(const Tokenizer *tok, Text *text, float *logits) {
     if (text->ids.n == text->max_ids) return LIMIT_REACHED;  // -n 0, or -o
     const int id = sample(&text->sampler, logits, tok->vocab_size);
@@ -1247,6 +1210,24 @@ static Ending embed_text(const Model *m, Text *text, float *x) {
     return isfinite(squares) ? COMPLETE : FAILED;
 }
 
+// Does what the text is for, after the id before number `target` has run. Returns its Ending.
+static Ending use_output(Model *m, const Tokenizer *tok, Text *text) {
+    if (text->embeds) return embed_text(m, text, m->state.x);
+    if (text->target == text->ids.n) return draw_next(tok, text, compute_logits(m));
+    return add_nll(text, nll_of(tok, compute_logits(m), text->ids.p[text->target]));
+}
+
+// Runs a text to its end, one token at a time. (Part II runs many, and guesses ids: see Drafts.)
+static void run_text(Model *m, const Tokenizer *tok, Text *text) {
+    while (text->ending == GOES_ON) {
+        if (!forward(m, text->ids.p[text->n_run], (int)text->n_run)) {
+            text->ending = INTERRUPTED;
+        } else if (++text->n_run >= text->target) {  // else the next id is taken as it is
+            text->ending = use_output(m, tok, text);
+        }
+    }
+}
+
 // ------------------------------------------------------------------------------------------------
 // The chat format. (Raw text needs none of it.) A conversation is a list of messages. A chat model
 // was trained on conversations written in one form. Its checkpoint has this form as a program, the
@@ -1257,10 +1238,10 @@ static Ending embed_text(const Model *m, Text *text, float *x) {
 // <think>, what it considers, and </think>. Then it writes the answer and <|im_end|>.
 //
 // export.py has turned the template into a ChatFormat. Each turn encodes the conversation anew,
-// mostly from its text: so it has the ids that this text had in training, although the model may
-// have drawn others. In Part II the first ids do not run again, as far as their state is kept. If a
-// <think> block, even an empty one, came before the last answer, the next turn leaves it out, as in
-// training. So the tokens after it run again: they have other positions and see other tokens.
+// from its text: so it has the ids that this text had in training, although the model may have
+// drawn others. In Part II the first ids do not run again, as far as their state is kept. If a
+// <think> block, even an empty one, came before the last answer, the next turn leaves it out, as
+// in training. So the tokens after it run again: they have other positions and see other tokens.
 
 typedef struct {
     int role;     // SYSTEM (instructions for all of it), USER or ASSISTANT (the model)
@@ -1269,8 +1250,8 @@ typedef struct {
 
 typedef struct { Message *p; size_t n, cap; } Conversation;
 
-// Returns what the format has of message i: an earlier answer without its thinking, and each
-// message perhaps without the blanks at its ends. (Part II)
+// Returns what the format has of message i: of an earlier answer what follows its thinking,
+// and of any perhaps all but the blanks at its ends (Python's str.strip()). (Part II)
 static Bytes content_of(const Tokenizer *tok, const Conversation *conversation, size_t i);
 
 // Adds the beginning of the answer that the model is to go on with. (Part II)
@@ -1485,12 +1466,15 @@ static void buffer_cut(Buffer *b, size_t n) {  // takes n bytes away at the star
     if (b->n) memmove(b->p, b->p + n, b->n);
 }
 
+static Bytes bytes(const char *s) { return (Bytes){(const uint8_t *)s, strlen(s)}; }
+
 static bool bytes_equal(Bytes a, Bytes b) {
     return a.n == b.n && (a.n == 0 || memcmp(a.p, b.p, a.n) == 0);
 }
 
 static bool bytes_are(Bytes text, const char *word) { return bytes_equal(text, bytes(word)); }
 INLINE int max_int(int a, int b) { return a > b ? a : b; }
+INLINE size_t min_size(size_t a, size_t b) { return a < b ? a : b; }
 INLINE int round_up(int n, int unit) { return (n + unit - 1) / unit * unit; }
 
 typedef int32_t __attribute__((aligned(1), may_alias)) AnyInt;  // at any address: a float's bits
@@ -1498,6 +1482,7 @@ INLINE int32_t load_i32(const void *p) { return *(const AnyInt *)p; }
 
 INLINE float as_float(uint32_t bits) { return (union { uint32_t i; float f; }){bits}.f; }
 
+// Returns the offset after the last occurrence of `part`, or 0 if there is none, or it is empty.
 static size_t find_last(Bytes text, Bytes part) {
     for (size_t end = text.n; part.n && end >= part.n; end--)
         if (memcmp(text.p + end - part.n, part.p, part.n) == 0) return end;
@@ -1779,6 +1764,11 @@ enum { LAST_CHAR = 0x10FFFF, BAD_BYTE, N_CHARS = BAD_BYTE + 256, CHAR_MASK = (1 
 // it with the one before; from CCC_SHIFT on its combining class (ccc)
 enum { CLASS_MASK = 3, NFC_SHIFT = 2, CCC_SHIFT = 8 };
 
+// Bits of Tokenizer.kind. SPECIAL: not written. NORMALIZED: looked for after NFC. What spells a
+// token becomes it: in raw text if it is ADDED; in an answer if it is ANSWERED (ADDED, but not
+// SPECIAL); in other messages if it is A_WORD, too (export.py: no mark of the chat format).
+enum { ADDED = 1, SPECIAL = 2, NORMALIZED = 4, A_WORD = 8, ANSWERED = 16 };
+
 typedef enum { CHAT, GENERATE, TOKENIZE, PERPLEXITY, EMBED, N_MODES } Mode;  // as in section mode
 
 typedef struct { uint64_t *p; size_t n, cap; } Keys;  // as Buffer: rows, or a text's characters
@@ -1978,7 +1968,8 @@ static void encode_cut(Encoder *enc, Bytes text, int which) {
             encode_cut(enc, between, which | NORMALIZED);
         else encode_plain(enc, between);
         if (id < 0) break;
-        encode_token(enc, id);
+        encode_flush(enc);
+        ids_add(enc->out, id);
         done = at += enc->tok->text[id].n;
     }
     free(normal.p);
@@ -1988,6 +1979,15 @@ static void encode_marked(Encoder *enc, Bytes text) { encode_cut(enc, text, ADDE
 
 static void encode_message(Encoder *enc, Bytes text, int role) {
     encode_cut(enc, text, role == ASSISTANT ? ANSWERED : ANSWERED | A_WORD);
+}
+
+// Appends the ids of a text. If `marked`, all added tokens are found, else those of a user's text.
+static void encode_part(const Tokenizer *tok, Bytes text, bool marked, Ids *out) {
+    Encoder enc = {.tok = tok, .out = out};
+    if (marked) encode_marked(&enc, text);
+    else encode_message(&enc, text, USER);
+    encode_flush(&enc);
+    free(enc.pending.p);
 }
 
 static void index_tokens(Tokenizer *tok, const char *file) {
@@ -2493,6 +2493,10 @@ typedef struct Choices {
 
 typedef struct Blocks { int *p, n; } Blocks;  // of the cache: position pos is in p[pos / block_len]
 
+static size_t state_size(const Config *c) {  // floats of the delta layers' state of a text
+    return (c->n_layers - c->n_kv_layers) * layer_state(c);
+}
+
 typedef struct Kept {  // what is kept of a text that ended, or can't begin yet, or at a mark
     int *ids;          // (n) the first ones, that ran
     size_t n;          // 0: nothing is kept
@@ -2518,6 +2522,8 @@ typedef struct Slot {  // what Part II has of a text, beside Text
     size_t drawn;      // tokens of its answer; with -o of the thinking and the given answers
     bool thinking;     // its ids end inside <think>
     int thought;       // tokens of thinking that were drawn
+    size_t watched;    // repeats count from this id on: at first n_prompt; with -n never (INT_MAX)
+    int repeats;       // how much it repeats itself: see repeats_itself
     int closed_by;     // the Ending that closed its thinking, BY_BUDGET (-r N), or NOT_CLOSED
     int choice;        // the given answer that is scored, or what comes before these
     int n_begun;       // given answers that were scored, or are
@@ -2946,7 +2952,7 @@ static void draw(Engine *e, int i) {
     else copy_state(e, slot->own.state, e->before[i]);  // the right ones run again
 }
 
-// Does what run_text does after forward(), for all texts: first for the rows whose next id is
+// Does what use_output does, for all texts: first for the rows whose next id is
 // there, then for each text. (A row of a text that is drawn is left alone: draw needs its logits.)
 static void end_pass(void *arg) {
     Engine *e = arg;
@@ -3197,16 +3203,17 @@ _Static_assert(sizeof(endings) == INTERRUPTED * sizeof(*endings), "all before it
 // of lists, tables and code stay far below. The first </think> begins the watch anew.
 static bool repeats_itself(const Tokenizer *tok, Text *text) {
     enum { LENGTH = 8, TIMES = 3, MOST = 256 };
+    Slot *slot = text->slot;
     const size_t n = text->ids.n;
     const int *p = text->ids.p, id = p[n - 1];
     int times = 0;
-    for (size_t end = n - 1; end >= text->watched + LENGTH && times < TIMES; end--)
+    for (size_t end = n - 1; end >= slot->watched + LENGTH && times < TIMES; end--)
         times += p[end - 1] == id
             && memcmp(p + end - LENGTH, p + n - LENGTH, LENGTH * sizeof(int)) == 0;
-    text->repeats += times == TIMES ? 1 : -min_int(text->repeats, 3);  // never below 0
-    const bool first = id == tok->end_think && text->watched == text->n_prompt;
-    if (first) text->watched = n, text->repeats = 0;
-    return text->repeats >= MOST;
+    slot->repeats += times == TIMES ? 1 : -min_int(slot->repeats, 3);  // never below 0
+    const bool first = id == tok->end_think && slot->watched == text->n_prompt;
+    if (first) slot->watched = n, slot->repeats = 0;
+    return slot->repeats >= MOST;
 }
 
 // Calls append_id. In a chat a text thinks from <think> on, and up to </think>: its writer follows.
@@ -3237,7 +3244,7 @@ static Ending accept_id(const Tokenizer *tok, Text *t, int id) {
     if (!closes) return ending == COMPLETE ? IN_THINKING : ending;
     slot->closed_by = ending;  // GOES_ON: BY_BUDGET
     if (chooses(e)) return COMPLETE;
-    if (ending == REPEATS) t->repeats = 0;
+    if (ending == REPEATS) slot->repeats = 0;
     ending = GOES_ON;
     for (size_t i = 0; i < e->budget_text.n && ending == GOES_ON; i++)
         ending = add_id(tok, t, e->budget_text.p[i]);
@@ -3514,10 +3521,10 @@ static Text *add_text(Engine *e, const Ids *prompt, uint64_t rng, bool goes_on) 
     slot->own.choices = e->next;
     if (e->kind == OWN_CHOICES) e->next = last;  // its memory serves the row after this one
     *slot = (Slot){.engine = e, .own = slot->own, .start = now(), .closed_by = NOT_CLOSED,
-                   .choice = THINKS, .asker = slot, .thinking = e->thinks && !goes_on};
+                   .choice = THINKS, .asker = slot, .thinking = e->thinks && !goes_on,
+                   .watched = o->n < -1 ? n : INT_MAX};
     *t = (Text){.ids = *all, .target = n, .n_prompt = n, .context = e->model.context - reserved,
                 .max_ids = o->n < 0 ? SIZE_MAX : n + o->n, .embeds = e->mode == EMBED,
-                .watched = o->n < -1 ? n : INT_MAX,
                 .sampler = t->sampler, .writer = t->writer, .slot = slot};
     t->sampler.rng = rng;
     memset(t->sampler.in_answer, 0, vocab_size * sizeof(bool));

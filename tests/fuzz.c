@@ -935,8 +935,8 @@ static void fuzz_writer(Bytes in) {
     Buffer all = {0}, answer = {0};             // drawn; and of a chat without a terminal, the answer
     Tokenizer t = tiny;
     Engine e = {.mode = w.chat ? CHAT : GENERATE};
-    Slot slot = {.engine = &e};
-    Text drawn = {.max_ids = SIZE_MAX, .context = SIZE_MAX, .watched = SIZE_MAX / 2, .writer = &w, .slot = &slot,
+    Slot slot = {.engine = &e, .watched = SIZE_MAX / 2};
+    Text drawn = {.max_ids = SIZE_MAX, .context = SIZE_MAX, .writer = &w, .slot = &slot,
                   .sampler = {.in_answer = (bool[3]){0}, .seen = (bool[3]){0}}};
     Bytes tokens[3];                            // a text, <think>, </think>
     uint8_t kind[3] = {0, flags & 8 ? SPECIAL : 0, flags & 8 ? SPECIAL : 0};

@@ -950,7 +950,8 @@ static void test_repeats(void) {
         static int ids[N];
         const int period = 1 + below(60), noise = 1 + below(400), n_prompt = 1 + below(30);
         const Tokenizer tok = {.end_think = THINKS};
-        Text text = {.ids = {ids, 0, N}, .n_prompt = n_prompt, .watched = trial % 8 ? (size_t)n_prompt : SIZE_MAX / 2};
+        Slot slot = {.watched = trial % 8 ? (size_t)n_prompt : SIZE_MAX / 2};
+        Text text = {.ids = {ids, 0, N}, .n_prompt = n_prompt, .slot = &slot};
         int start = trial % 8 ? n_prompt : N, count = 0;
         bool before = false;  // </think>
         for (int n = 0; n < N; n++) {
@@ -962,8 +963,8 @@ static void test_repeats(void) {
             count = n - 7 >= start && times >= 3 ? count + 1 : max_int(count - 3, 0);
             if (start < N && ids[n] == THINKS && !before) count = 0, start = n + 1, before = true, restarts++;
             const bool found = repeats_itself(&tok, &text);
-            CHECK(found == (count >= 256) && text.repeats == count, "trial %d, id %d: %d, not %d", trial, n,
-                  text.repeats, count);
+            CHECK(found == (count >= 256) && slot.repeats == count, "trial %d, id %d: %d, not %d", trial, n,
+                  slot.repeats, count);
             if (!found) continue;
             ends++;
             break;
