@@ -2471,7 +2471,7 @@ static Options parse_options(int argc, char **argv) {
 //   | run        | wait to run     | free   |
 //   | first come ...     last come |        |
 
-enum { MOST_TEXTS = 32 };              // that run together
+enum { MOST_TEXTS = 32, MOST_GUESSED = 6 };  // that run together; that have guesses in a pass
 enum { THINKS = -2, FIRST_IDS = -1 };  // Slot.choice: it thinks; then the TEXTs' first ids come
 enum { ANY_STOP = -1 };                // a given answer's last id: any stop id. It never runs.
 enum { BY_BUDGET = GOES_ON, NOT_CLOSED = FAILED + 1 };  // Slot.closed_by is an Ending, or these
@@ -2569,7 +2569,8 @@ typedef struct Engine {  // the program's state
     int n_unused;      // blocks that nobody has
     bool stopped;      // Ctrl-C stopped the last pass: states of texts that ran belong to no ids
     int credit;        // of drafts: see there
-    float *before[MOST_TEXTS];  // (state_size) of the text at order[i], to go back to
+    float *before[MOST_GUESSED];  // (state_size) of the text at order[i], to go back to: before
+                       // its guesses, or before a pass of a chat's prompt
     // Prompts, and what was said of them:
     Conversation conversation;  // of a chat, or of a list's line
     Buffer input;      // the prompt's text, the message being typed, or a JSON line's last string
@@ -2581,6 +2582,15 @@ typedef struct Engine {  // the program's state
 } Engine;
 
 static bool chooses(const Engine *e) { return e->kind >= CHOICES; }  // among given answers (-o)
+
+// Returns how many Kepts there are: one for each text that ends, and those at marks.
+static int count_kepts(int texts, bool list) { return texts + (texts > 1 ? 4 : list ? 2 : 1); }
+
+// Returns how many states of delta layers so many places have: one for each text that runs, one for
+// each Kept, and those to go back to (Engine.before).
+static int count_states(int texts, bool list) {
+    return texts + count_kepts(texts, list) + min_int(texts, MOST_GUESSED);
+}
 
 // With -DPLAIN the next six functions differ: nothing is kept, and a pass runs a text to its end.
 // go_back makes n_run n or less: the ids from n_run on run again. keep_text keeps what ran of a
@@ -2864,13 +2874,13 @@ static void draft_text(Engine *e, Text *t, int most) {
     take_blocks(e, t, count, 0);
 }
 
-// Guesses for all texts if each of them decodes: all its ids but the last have run.
+// Guesses for all texts if each of them decodes: all its ids but the last, a drawn one, have run.
 static void draft_texts(Engine *e) {
-    bool decodes = modes[e->mode].has_answers;
+    bool decodes = modes[e->mode].has_answers && e->n_running <= MOST_GUESSED;
     e->credit = min_int(e->credit + 1, MOST_CREDIT);
     for (int i = 0; i < e->n_running; i++) {
         const Text *t = e->order[i];
-        decodes &= t->n_run + 1 == t->ids.n && t->target == t->ids.n;
+        decodes &= t->n_run >= t->n_prompt && t->n_run + 1 == t->ids.n;
         e->credit += 2 * DRAFT_COST * t->slot->right;
     }
     for (int i = 0; i < e->n_running; i++) {
@@ -2985,7 +2995,7 @@ static void prepare_passes(Engine *e, int context) {
     e->users = alloc(e->pass->n_blocks, sizeof(int), "the texts");
     e->row_nll = alloc(e->pass->logit_rows, sizeof(double), "the texts");
     const size_t size = state_size(&e->model.config);
-    e->n_kept = e->most_texts + (e->most_texts > 1 ? 4 : e->options.list ? 2 : 1);  // + at marks
+    e->n_kept = count_kepts(e->most_texts, e->options.list);
     for (int i = 0; i < e->n_kept; i++) {
         e->kept[i] = (Kept){.ids = alloc(context, sizeof(int), "the texts")};
         e->kept[i].blocks.p = alloc(n, sizeof(int), "the texts");
@@ -2993,7 +3003,7 @@ static void prepare_passes(Engine *e, int context) {
         if (i >= e->most_texts) continue;
         e->slots[i].own.blocks.p = alloc(n, sizeof(int), "the texts");
         e->slots[i].own.state = alloc(size, sizeof(float), "states (try -b 1)");
-        if (i < e->pass->draft_rows) e->before[i] = alloc(size, sizeof(float), "states (try -b 1)");
+        if (i < MOST_GUESSED) e->before[i] = alloc(size, sizeof(float), "states (try -b 1)");
     }
 }
 
@@ -3002,16 +3012,17 @@ static bool run_pass(Engine *e) {
     schedule(e);
     draft_texts(e);
     const int n = make_rows(e);
-    // Ctrl-C in a chat's prompt: what ran before this pass stays. (A pass with guesses is shorter.)
-    const bool saves = has_state(e) && e->dialogue && n > 2 * e->pass->draft_rows;
-    if (saves) copy_state(e, e->before[0], e->order[0]->slot->own.state);
+    // Ctrl-C in a chat's prompt: what ran before this pass stays. (There are no guesses yet.)
+    Text *first = e->order[0];
+    const bool saves = has_state(e) && e->dialogue && first->n_run < first->n_prompt;
+    if (saves) copy_state(e, e->before[0], first->slot->own.state);
     check_rows(e, n);
     if (n == 0 && !interrupted)  // after Ctrl-C draw adds no id: then there is no row
         die("texts: %d wait and none can run; please report this", e->n_texts);
     const bool ran = n > 0 && forward_rows(e->pass, n);
     for (int i = 0; i < e->n_kept; i++)
         if (e->kept[i].from) finish_kept(e, &e->kept[i], ran);
-    if (saves && !ran) copy_state(e, e->order[0]->slot->own.state, e->before[0]);
+    if (saves && !ran) copy_state(e, first->slot->own.state, e->before[0]);
     e->stopped = n > 0 && !ran && !saves;
     if (!ran) return false;
     for (int i = 0; i < e->n_running; i++) e->order[i]->n_run += e->order[i]->slot->rows;
@@ -4285,7 +4296,8 @@ static void prepare_answers(Engine *e) {
 static int choose_context(const Engine *e) {
     const Config *c = &e->model.config;
     const int asked = e->options.context, least = modes[e->mode].least, most = c->max_seq_len;
-    const double room = memory_size() / 4 - 4.0 * state_size(c) * sizeof(float);  // a chat's states
+    const double states = (double)count_states(1, false) * state_size(c) * sizeof(float);  // a chat's
+    const double room = memory_size() / 4 - states;
     const double positions = e->mode == PERPLEXITY ? 0 : room / position_size(c);
     const int fitting = min_int((int)fmax(fmin(positions, INT_MAX) / 1024, 4) * 1024, most);
     const int context = asked < 0 ? fitting : asked == 0 ? most : asked;
@@ -4310,9 +4322,8 @@ static void load_model(Engine *e) {
         die_usage("-o: MODEL is made for -m %s, expected -m chat or generate", modes[e->mode].name);
     e->kind = o->member ? OWN_CHOICES : o->answers ? CHOICES : (int)e->mode;
     e->most_texts = o->list || o->answers ? min_int(MOST_TEXTS, o->batch) : 1;
-    // States: two a text, four at marks, up to six to go back to: see prepare_passes.
     const double states = memory_size() / 4 / sizeof(float) / fmax(state_size(c), 1);
-    while (e->most_texts > 1 && 2 * e->most_texts + 4 + 6 > states) e->most_texts--;
+    while (e->most_texts > 1 && count_states(e->most_texts, true) > states) e->most_texts--;
     c->cache_bits = o->cache_bits;
     if (c->cache_bits == 8 && c->head_dim % 16)
         die("-C 8: expected heads of a multiple of 16, found %d (%s)", c->head_dim, o->model);

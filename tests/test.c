@@ -1123,9 +1123,11 @@ static void test_drafts(Kind kind) {
     e[1].options.n = -1;
     e[1].model.context = 100;
     int zeros[50] = {0}, drafts = 0;
-    Text *a = add_text(&e[1], &(Ids){zeros, 50, 50}, 0, false);
+    Text *a = add_text(&e[1], &(Ids){zeros, 49, 49}, 0, false);
     start_texts(&e[1]);
+    ids_add(&a->ids, 0);  // was drawn
     a->n_run = 49;
+    a->target = 50;
     for (int pass = 1; pass <= 5000; pass++) {
         schedule(&e[1]);
         draft_texts(&e[1]);
@@ -1142,8 +1144,9 @@ static void *press_later(void *microseconds) {
     return NULL;
 }
 
-// Ctrl-C within a pass of a chat's prompt: what ran before it is kept, and the answer is the same.
-static void test_stopped_prompt(void) {
+// Ctrl-C within a pass of a chat's prompt, of `batch` rows at most: what ran before it is kept, and the
+// answer is the same.
+static void test_stopped_prompt(int batch) {
     static Engine e;
     int ids[70], later, whole = 0, first = -1;
     double took = 0;
@@ -1152,7 +1155,7 @@ static void test_stopped_prompt(void) {
                  .text = alloc(77, sizeof(Bytes), "a test"), .kind = alloc(77, 1, "a test")},
                  .options.n = 1, .dialogue = true};
     e.model.context = 200;
-    e.pass = random_pass(&e.model, 24);
+    e.pass = random_pass(&e.model, batch);
     Sampler sampler = random_sampler(0, 1, 0);
     sampler.in_answer = alloc(77, sizeof(bool), "a test");
     sampler.seen = alloc(77, sizeof(bool), "a test");
@@ -1185,7 +1188,7 @@ static void test_stopped_prompt(void) {
     CHECK(whole == 3);
 }
 #else
-static void test_stopped_prompt(void) {}
+static void test_stopped_prompt(int batch) { (void)batch; }
 #endif
 
 // A draft that overflows (its V is infinite) changes nothing: its token's row sees no later one.
@@ -1869,7 +1872,8 @@ static int unit_tests(void) {
     test_draft();
     test_drafts(QWEN3);
     test_drafts(DELTA);
-    test_stopped_prompt();
+    test_stopped_prompt(24);
+    test_stopped_prompt(3);  // shorter than a tile
     test_draft_that_overflows();
     test_numbers();
     test_unfinished();
