@@ -1101,7 +1101,7 @@ static double log_sum_exp(float *logits, int n) {
 // ------------------------------------------------------------------------------------------------
 // The main loop. A text is its ids; the first n_run have run, in order. An id's logits predict the
 // next id. Ids before number `target` (from 0) run as they are. Id number `target` is predicted:
-// drawn, or if it is there, scored. (Of given answers, -o, none is drawn: Part II scores each.)
+// drawn, or if it is there, scored. (Option -o: Part II adds given answers, and each is scored.)
 //
 //   use             target begins at  each target ...                  the text ends
 //   an answer       the prompt's end  is drawn, appended and written   by one of the Endings below
@@ -1120,7 +1120,7 @@ typedef enum {
     GOES_ON,
     COMPLETE,                      // a stop id or -x TEXT; other texts than answers: their last id
     IN_THINKING,                   // a stop id before the thinking has ended (Part II)
-    LIMIT_REACHED, CONTEXT_ENDED,  // option -n (or -o: none is to be drawn); option -c
+    LIMIT_REACHED, CONTEXT_ENDED,  // option -n; option -c
     REPEATS,                       // without -n: the answer goes round in circles
     INTERRUPTED, FAILED            // any text: Ctrl-C; a draw's logits, nll, embedding not finite
 } Ending;
@@ -1130,9 +1130,10 @@ typedef struct Text {  // add_text makes it (Part II) of a prompt that has ids a
     size_t n_run;      // how many have run: the KV cache, and the state of delta layers, have them
     size_t target;     // the number of the id that is predicted next: drawn or scored
     size_t n_prompt;   // ids before the answer, or before given answers (-o); in a perplexity all
-    size_t max_ids;    // the most ids of prompt and answer (option -n); with -o none is drawn
+    size_t max_ids;    // the most ids of prompt and answer (option -n)
     size_t context;    // the most positions in the cache (option -c), less the room of -o's answers
     bool embeds;       // no id is predicted: x becomes an embedding
+    bool asks;         // no id is drawn: given answers are scored (option -o)
     double nll;        // the sum of -log(p) of its n scored ids: its perplexity is exp(nll / n)
     Ending ending;
     Sampler sampler;
@@ -1171,9 +1172,13 @@ static Ending append_id(const Tokenizer *tok, Text *text, int id) {
 // repeats itself, it appends a sentence that ends the thinking, and </think>. (Part II)
 static Ending accept_id(const Tokenizer *tok, Text *text, int id);
 
+// Scores the first id of each given answer by the logits of the id before. (Part II)
+static Ending score_first_ids(const Tokenizer *tok, Text *text, float *logits);
+
 // Draws an id by the logits of the id before, and may overwrite these. Returns as append_id.
 static Ending draw_next(const Tokenizer *tok, Text *text, float *logits) {
-    if (text->ids.n == text->max_ids) return LIMIT_REACHED;  // -n 0, or -o
+    if (text->asks) return score_first_ids(tok, text, logits);
+    if (text->ids.n == text->max_ids) return LIMIT_REACHED;  // -n 0
     const int id = sample(&text->sampler, logits, tok->vocab_size);
     return id < 0 ? FAILED : accept_id(tok, text, id);
 }
@@ -2472,8 +2477,8 @@ static Options parse_options(int argc, char **argv) {
 //   | first come ...     last come |        |
 
 enum { MOST_TEXTS = 32, MOST_GUESSED = 6 };  // that run together; that have guesses in a pass
-enum { THINKS = -2, FIRST_IDS = -1 };  // Slot.choice: it thinks; then the TEXTs' first ids come
 enum { ANY_STOP = -1 };                // a given answer's last id: any stop id. It never runs.
+enum { THINKS = -2, FIRST_IDS = -1 };  // Slot.choice: it thinks; then the TEXTs' first ids come
 enum { BY_BUDGET = GOES_ON, NOT_CLOSED = FAILED + 1 };  // Slot.closed_by is an Ending, or these
 
 typedef struct Choice {  // a given answer
@@ -2525,7 +2530,7 @@ typedef struct Slot {  // what Part II has of a text, beside Text
     size_t watched;    // repeats count from this id on: at first n_prompt; with -n never (INT_MAX)
     int repeats;       // how much it repeats itself: see repeats_itself
     int closed_by;     // the Ending that closed its thinking, BY_BUDGET (-r N), or NOT_CLOSED
-    int choice;        // the given answer that is scored, or what comes before these
+    int choice;        // with -o: what it waits for, THINKS, FIRST_IDS, or a given answer's score
     int n_begun;       // given answers that were scored, or are
     struct Slot *asker;  // whose given answers it scores: its own, or another's (see add_helpers)
     // Many texts at once only:
@@ -2592,15 +2597,108 @@ static int count_states(int texts, bool list) {
     return texts + count_kepts(texts, list) + min_int(texts, MOST_GUESSED);
 }
 
-// With -DPLAIN the next six functions differ: nothing is kept, and a pass runs a text to its end.
-// go_back makes n_run n or less: the ids from n_run on run again. keep_text keeps what ran of a
-// text that ends, for later ones. start_texts starts those that wait, as many as can run. run_pass
-// returns false after Ctrl-C, logits_at_end the logits after a text that ended without a draw.
+static void writer_thinks(struct Writer *out, bool thinking);  // see Writing
+static void start_asking(Engine *e, Text *t, bool goes_on);    // see Given answers, also:
+static bool next_choice(Engine *e, Text *t);                   // goes on with -o
+
+// What Many texts at once, or -DPLAIN (nothing is kept, and a pass runs a text to its end), does:
+static void prepare_passes(Engine *e, int context);
+static void start_texts(Engine *e);                 // those that wait, as many as can run
+static bool run_pass(Engine *e);                    // returns false after Ctrl-C
+static void go_back(Engine *e, Text *t, size_t n);  // n_run becomes n or less: the rest runs again
+static void keep_text(Engine *e, Text *t);          // keeps what ran of it for later texts
+
+static const char damaged[] = "model: its results are not finite; is the file damaged?";
+
+// Goes on with the next piece of a text that is scored. Returns false if there is none. A text
+// longer than the context has several: each begins with the last id of the one before.
+static bool next_piece(Engine *e, Text *t) {
+    const Ids *all = &t->slot->own.all;
+    const size_t begin = t->ids.p + t->ids.n - 1 - all->p, left = all->n - begin;
+    if (t->ending == FAILED || left == 1) return false;
+    go_back(e, t, 0);
+    t->ids.p = all->p + begin;
+    t->ids.n = t->n_prompt = min_size(left, t->context);
+    t->target = 1;
+    return true;
+}
+
+// Fills a place's memory with what a text of this prompt begins with.
+static void fill_place(Engine *e, Slot *slot, const Ids *prompt) {
+    Ids *all = &slot->own.all;
+    const Choices last = slot->own.choices;
+    all->p = grow(all->p, &all->cap, prompt->n, e->model.context + 1, sizeof(int));  // + guesses
+    memcpy(all->p, prompt->p, prompt->n * sizeof(int));
+    all->n = prompt->n;
+    slot->own.out.n = 0;
+    slot->own.nll = grow(slot->own.nll, &slot->own.nll_cap, 0, e->next.n, sizeof(double));
+    slot->own.choices = e->next;
+    if (e->kind == OWN_CHOICES) e->next = last;  // its memory serves the row after this one
+}
+
+// Sets what the sampler knows of a text: its prompt, and the first state of its random numbers.
+static void start_sampler(Sampler *s, const Tokenizer *tok, const Ids *prompt, uint64_t rng) {
+    s->rng = rng;
+    memset(s->in_answer, 0, tok->vocab_size * sizeof(bool));
+    memset(s->seen, 0, tok->vocab_size * sizeof(bool));
+    for (size_t i = 0; i < prompt->n; i++) s->seen[prompt->p[i]] = true;
+}
+
+// Returns where a chat's generation prompt begins: the next turn differs from there on. It is taken
+// to begin with the prompt's last SPECIAL token. In another format the next turn takes longer.
+static size_t find_answer_open(const Tokenizer *tok, const Ids *prompt) {
+    size_t n = prompt->n - 1;
+    while (n > 0 && !(tok->kind[prompt->p[n]] & SPECIAL)) n--;
+    return n;
+}
+
+// Adds a prompt's text, to wait. rng: its sampler's first state. goes_on: it ends in an answer.
+static Text *add_text(Engine *e, const Ids *prompt, uint64_t rng, bool goes_on) {
+    Text *t = e->order[e->n_texts++];
+    Slot *slot = t->slot;
+    const Options *o = &e->options;
+    const size_t n = prompt->n;
+    fill_place(e, slot, prompt);
+    *slot = (Slot){.engine = e, .own = slot->own, .start = now(), .closed_by = NOT_CLOSED,
+                   .asker = slot, .thinking = e->thinks && !goes_on,
+                   .watched = o->n < -1 ? n : INT_MAX};
+    *t = (Text){.ids = slot->own.all, .target = n, .n_prompt = n, .context = e->model.context,
+                .max_ids = o->n < 0 ? SIZE_MAX : n + o->n, .embeds = e->mode == EMBED,
+                .sampler = t->sampler, .writer = t->writer, .slot = slot};
+    start_sampler(&t->sampler, &e->tokenizer, prompt, rng);
+    writer_thinks(t->writer, slot->thinking);
+    // Alone it may be a turn, also in a list that another program writes turn by turn
+    if (e->mode == CHAT && (chooses(e) || e->n_texts == 1))
+        slot->marks[1] = find_answer_open(&e->tokenizer, prompt);
+    if (e->mode == PERPLEXITY) t->ids.n = 1, next_piece(e, t);  // it begins with the last of ids
+    if (chooses(e)) start_asking(e, t, goes_on);
+    return t;
+}
+
+// Frees the place of a text that has ended, or is stopped. What has run is kept.
+static void remove_text(Engine *e, Text *t) {
+    int at = 0;
+    if (t->ending == GOES_ON) t->ending = INTERRUPTED;
+    keep_text(e, t);
+    while (e->order[at] != t) at++;
+    e->n_running -= at < e->n_running;
+    e->n_texts--;
+    memmove(e->order + at, e->order + at + 1, (e->n_texts - at) * sizeof(*e->order));
+    e->order[e->n_texts] = t;
+}
+
+// Goes on with the next piece or given answer of a text, or else frees its place and returns true.
+static bool end_text(Engine *e, Text *t) {
+    const bool more = chooses(e) ? next_choice(e, t) : e->mode == PERPLEXITY && next_piece(e, t);
+    if (more) t->ending = GOES_ON;
+    else remove_text(e, t);
+    return !more;
+}
+
 #ifdef PLAIN
 static void go_back(Engine *e, Text *t, size_t n) { (void)e, (void)n, t->n_run = 0; }
 static void keep_text(Engine *e, Text *t) { (void)e, (void)t; }
 static void start_texts(Engine *e) { (void)e; }
-static float *logits_at_end(Engine *e, Text *t) { return (void)t, e->model.state.logits; }
 static void prepare_passes(Engine *e, int context) { (void)context, state_init(&e->model); }
 
 static bool run_pass(Engine *e) {
@@ -2982,8 +3080,6 @@ static void end_pass(void *arg) {
         else while (t->target <= t->n_run) t->ending = add_nll(t, e->row_nll[row++]);
     }
 }
-
-static float *logits_at_end(Engine *e, Text *t) { return logits_of(e, t->slot->first); }
 
 static void prepare_passes(Engine *e, int context) {
     const int batch = e->options.batch;
@@ -3429,28 +3525,28 @@ static const char *encode_choices(Engine *e, Bytes prompt) {
 }
 
 // Closes any thinking, in spite of -n. The last id runs again: its logits score TEXTs' first ids.
-static void prepare_choices(Engine *e, Text *t) {
+static void ask(Engine *e, Text *t) {
     const bool closed = e->mode == CHAT && t->ids.p[t->ids.n - 1] == e->tokenizer.end_think;
     const Ids *ids = t->slot->thinking ? &e->budget_text : closed ? &e->after_think : NULL;
     for (size_t i = 0; ids && i < ids->n; i++) add_id(&e->tokenizer, t, ids->p[i]);
     go_back(e, t, t->ids.n - 1);  // the logits of the last id are needed, perhaps once more
     t->slot->marks[1] = t->ids.n - t->slot->own.choices.before;  // what all TEXTs have in common
-    t->max_ids = t->ids.n;  // so draw_next returns LIMIT_REACHED once the last id has run
-    t->context = e->model.context;
     t->slot->choice = FIRST_IDS;
+    t->asks = true;
+    t->n_prompt = t->ids.n;  // what all TEXTs follow
+    t->context = e->model.context;
 }
 
-// Sets each TEXT's nll to its first id's: of no use if before > 0. Fails if one is not finite.
-static void score_first_ids(Engine *e, Text *t) {
+// Sets each TEXT's nll to its first id's: of no use if before > 0. Returns FAILED if one is not
+// finite, else COMPLETE.
+static Ending score_first_ids(const Tokenizer *tok, Text *t, float *logits) {
     const Choices *all = &t->slot->own.choices;
     double *nll = t->slot->own.nll;
-    float *logits = logits_at_end(e, t);
     for (int i = 0; i < all->n; i++) nll[i] = -logits[all->p[i].ids.p[0]];
-    const double sum = log_sum_exp(logits, e->tokenizer.vocab_size);
-    t->ending = COMPLETE;
-    for (int i = 0; i < all->n; i++)
-        if (!isfinite(nll[i] += sum)) t->ending = FAILED;
-    t->n_prompt = t->ids.n;  // what all TEXTs follow
+    const double sum = log_sum_exp(logits, tok->vocab_size);
+    bool finite = true;
+    for (int i = 0; i < all->n; i++) finite &= isfinite(nll[i] += sum) != 0;
+    return finite ? COMPLETE : FAILED;
 }
 
 // Starts the asker's next TEXT of more than one id. Returns false if there is none.
@@ -3472,14 +3568,42 @@ static bool start_choice(Engine *e, Text *t) {
     return false;
 }
 
-// Goes on with what is next (see Slot.choice). Returns false after the last TEXT, or if one fails.
+// Lets other places score given answers of a text that is alone: so they run in one pass.
+static void add_helpers(Engine *e, const Text *t) {
+    Slot *asker = t->slot;
+    const Ids prompt = {t->ids.p, t->n_prompt, 0};
+    while (asker->n_begun < asker->own.choices.n && e->n_texts < e->most_texts) {
+        Text *other = add_text(e, &prompt, 0, true);
+        other->slot->asker = asker;
+        if (!start_choice(e, other)) remove_text(e, other);
+    }
+}
+
+// Goes on after what the text waited for. Returns false after the last TEXT, or if one fails.
 static bool next_choice(Engine *e, Text *t) {
     Slot *slot = t->slot;
+    const int choice = slot->choice;
     if (t->ending == FAILED) return false;
-    if (slot->choice == THINKS) return prepare_choices(e, t), true;
-    if (slot->choice == FIRST_IDS) score_first_ids(e, t);
-    else slot->asker->own.nll[slot->choice] = t->nll;
-    return t->ending != FAILED && start_choice(e, t);
+    if (choice == THINKS) return ask(e, t), true;
+    if (choice >= 0) slot->asker->own.nll[choice] = t->nll;
+    const bool more = start_choice(e, t);
+    if (choice == FIRST_IDS && !e->options.list) add_helpers(e, t);
+    return more;
+}
+
+// Returns whether thinking is drawn before given answers.
+static bool thinks_first(const Engine *e) { return e->may_think && e->options.n != 0; }
+
+// Returns how many ids a prompt and its thinking may have: then given answers still fit.
+static size_t room_of(const Engine *e) {
+    return e->model.context - min_size(e->model.context, e->reserve);
+}
+
+// Begins the life of a text with -o: it thinks first, if it may and has room, or is asked at once.
+static void start_asking(Engine *e, Text *t, bool goes_on) {
+    t->context = room_of(e) - 1;
+    t->slot->choice = THINKS;
+    if (goes_on || !thinks_first(e) || t->ids.n > t->context) ask(e, t);
 }
 
 // Returns the likeliest TEXT's number, best. exp(nll[best] - nll[i]) / *sum is the share of TEXT i,
@@ -3498,87 +3622,13 @@ static int find_likeliest(const Slot *slot, double *sum, double *mass) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Requests: each prompt gets an answer, an embedding or a score. A text longer than the context is
-// scored in pieces: each begins with the last id of the one before.
-
-static const char damaged[] = "model: its results are not finite; is the file damaged?";
-
-// Goes on with the next piece of a text that is scored. Returns false if there is none.
-static bool next_piece(Engine *e, Text *t) {
-    const Ids *all = &t->slot->own.all;
-    const size_t begin = t->ids.p + t->ids.n - 1 - all->p, left = all->n - begin;
-    if (t->ending == FAILED || left == 1) return false;
-    go_back(e, t, 0);
-    t->ids.p = all->p + begin;
-    t->ids.n = t->n_prompt = min_size(left, t->context);
-    t->target = 1;
-    return true;
-}
-
-// Adds a prompt's text, to wait. rng: its sampler's first state. goes_on: it ends in an answer.
-static Text *add_text(Engine *e, const Ids *prompt, uint64_t rng, bool goes_on) {
-    Text *t = e->order[e->n_texts++];
-    const size_t n = prompt->n, vocab_size = e->tokenizer.vocab_size;
-    const size_t reserved = chooses(e) ? min_size(e->model.context, e->reserve + 1) : 0;
-    const Options *o = &e->options;
-    Slot *slot = t->slot;
-    Ids *all = &slot->own.all;
-    const Choices last = slot->own.choices;
-    all->p = grow(all->p, &all->cap, n, e->model.context + 1, sizeof(int));  // also for guesses
-    memcpy(all->p, prompt->p, n * sizeof(int));
-    all->n = n;
-    slot->own.out.n = 0;
-    slot->own.nll = grow(slot->own.nll, &slot->own.nll_cap, 0, e->next.n, sizeof(double));
-    slot->own.choices = e->next;
-    if (e->kind == OWN_CHOICES) e->next = last;  // its memory serves the row after this one
-    *slot = (Slot){.engine = e, .own = slot->own, .start = now(), .closed_by = NOT_CLOSED,
-                   .choice = THINKS, .asker = slot, .thinking = e->thinks && !goes_on,
-                   .watched = o->n < -1 ? n : INT_MAX};
-    *t = (Text){.ids = *all, .target = n, .n_prompt = n, .context = e->model.context - reserved,
-                .max_ids = o->n < 0 ? SIZE_MAX : n + o->n, .embeds = e->mode == EMBED,
-                .sampler = t->sampler, .writer = t->writer, .slot = slot};
-    t->sampler.rng = rng;
-    memset(t->sampler.in_answer, 0, vocab_size * sizeof(bool));
-    memset(t->sampler.seen, 0, vocab_size * sizeof(bool));
-    for (size_t i = 0; i < n; i++) t->sampler.seen[prompt->p[i]] = true;
-    if (e->mode == PERPLEXITY) t->ids.n = 1, next_piece(e, t);  // it begins with the last of ids
-    writer_thinks(t->writer, slot->thinking);
-    const bool may_think = e->may_think && !goes_on && o->n != 0 && n <= t->context;
-    size_t *mark = &slot->marks[1];  // the generation prompt: from there on the next turn differs
-    if (e->mode == CHAT && (chooses(e) || e->n_texts == 1)) *mark = n - 1;
-    while (*mark > 0 && !(e->tokenizer.kind[prompt->p[*mark]] & SPECIAL)) --*mark;
-    if (chooses(e) && !may_think) prepare_choices(e, t);
-    return t;
-}
-
-// Frees the place of a text that has ended, or is stopped. What has run is kept.
-static void remove_text(Engine *e, Text *t) {
-    int at = 0;
-    if (t->ending == GOES_ON) t->ending = INTERRUPTED;
-    keep_text(e, t);
-    while (e->order[at] != t) at++;
-    e->n_running -= at < e->n_running;
-    e->n_texts--;
-    memmove(e->order + at, e->order + at + 1, (e->n_texts - at) * sizeof(*e->order));
-    e->order[e->n_texts] = t;
-}
-
-// Goes on with the next piece or given answer of a text, or else frees its place and returns true.
-static bool end_text(Engine *e, Text *t) {
-    const bool more = chooses(e) ? next_choice(e, t) : e->mode == PERPLEXITY && next_piece(e, t);
-    if (more) t->ending = GOES_ON;
-    else remove_text(e, t);
-    return !more;
-}
-
-// ------------------------------------------------------------------------------------------------
 // Checks and notices: what is wrong with a prompt, and what is worth knowing before it runs. A
 // wrong prompt ends the program, but in a dialogue only its turn, and in a list only its line.
 // give_notices waits for the last check: so an error message mostly stands alone.
 
 // Returns whether ids are drawn: of answers, or with -o of thinking before them, unless -n is 0.
 static bool draws_ids(const Engine *e) {
-    return modes[e->mode].has_answers && (!chooses(e) || (e->may_think && e->options.n));
+    return modes[e->mode].has_answers && (!chooses(e) || thinks_first(e));
 }
 
 // Returns what is wrong with a prompt of n ids, or with `more` of n or more; NULL if nothing is.
@@ -3586,7 +3636,7 @@ static const char *wrong_length(const Engine *e, size_t n, bool more) {
     const size_t context = e->model.context, all = e->model.config.max_seq_len;
     const size_t least = more ? 0 : modes[e->mode].least;
     const bool whole = e->mode != TOKENIZE && e->mode != PERPLEXITY;  // must it fit?
-    const size_t most = whole ? context - min_size(context, e->reserve) : INT_MAX;
+    const size_t most = whole ? room_of(e) : INT_MAX;
     char hint[64] = "split the text, or export.py --yarn";
     if (n <= all && context < all) snprintf(hint, sizeof(hint), "-c, up to %zu", all);
     if (n < least) return say("too short, expected %zu or more tokens, found %zu", least, n);
@@ -3836,17 +3886,6 @@ static void conversation_drop(Conversation *talk, size_t first, size_t end) {
     talk->n -= end - first;
 }
 
-// Lets other places score given answers of a text that is alone: so they run in one pass.
-static void add_helpers(Engine *e, const Text *t) {
-    Slot *asker = t->slot;
-    const Ids prompt = {t->ids.p, t->n_prompt, 0};
-    while (asker->n_begun < asker->own.choices.n && e->n_texts < e->most_texts) {
-        Text *other = add_text(e, &prompt, 0, true);
-        other->slot->asker = asker;
-        if (!start_choice(e, other)) remove_text(e, other);
-    }
-}
-
 // Runs the prompt alone, to its end or Ctrl-C, and returns its text.
 static Text *run_request(Engine *e) {
     Text *t = add_text(e, &e->prompt, e->sampling.rng, false);
@@ -3857,10 +3896,9 @@ static Text *run_request(Engine *e) {
     while (e->n_texts > 0 && run_pass(e)) {
         for (int i = e->n_running - 1; i >= 0; i--) {
             Text *running = e->order[i];
-            if (running->ending != GOES_ON) end_text(e, running);
             if (running->ending == FAILED) die(damaged);
+            if (running->ending != GOES_ON) end_text(e, running);
         }
-        if (t->slot->choice >= 0) add_helpers(e, t);
     }
     progress_end();
     if (e->n_texts > 0) t->ending = INTERRUPTED;  // others may still have scored for it
