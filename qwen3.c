@@ -3426,32 +3426,6 @@ static Bytes content_of(const Tokenizer *tok, const Conversation *talk, size_t i
     return bytes_from(text, earlier ? thinking_length(&tok->chat, text) : 0);
 }
 
-// Returns how many ids of a raw prompt need not be encoded anew with each TEXT, and takes away the
-// bytes that they stand for. Whatever follows, a piece ends there: a letter or a number is before,
-// and no letter after. An added token that ends in a TEXT begins at `most` or later. No bytes make
-// the prefix: it is always among them. Of an empty prompt (see encode_choices) all ids are.
-static size_t keep_ids(const Tokenizer *tok, const Ids *ids, Bytes *prompt) {
-    const Bytes text = strip_end(tok, *prompt);
-    const bool normalized = tok->tables->has_normalized;  // NFC may make such a token shorter
-    size_t most = text.n - min_size(text.n, normalized ? 4 * LONGEST_ADDED : LONGEST_ADDED);
-    while (!normalized && most < text.n && !tok->tables->added_start[text.p[most]]) most++;
-    if (text.n == 0) return ids->n;
-    for (size_t n = ids->n, at = text.n; n > tok->prefix.n;) {
-        const Bytes token = tok->text[ids->p[--n]];
-        if (token.n >= at || memcmp(text.p + at - token.n, token.p, token.n) != 0) break;  // by NFC
-        at -= token.n;
-        size_t last = at - 1;  // where the character before begins
-        while (last > 0 && (text.p[last] & 0xC0) == 0x80) last--;
-        const Char c = char_at(tok, text, at), before = char_at(tok, text, last);
-        const bool ends = before.class == LETTER || before.class == NUMBER;
-        const bool begins = c.class != LETTER && c.c < BAD_BYTE && !is_active(tok, c);
-        if (at > most || !ends || !begins) continue;
-        *prompt = bytes_from(*prompt, at);
-        return n;
-    }
-    return tok->prefix.n;
-}
-
 // The order of ids: one that begins others comes before them. Then that of texts, then of places
 static int compare_choices(const void *a, const void *b) {
     const Choice *x = *(Choice *const *)a, *y = *(Choice *const *)b;
@@ -3487,13 +3461,13 @@ static const char *encode_choices(Engine *e, Bytes prompt) {
     const Ids *ids = &e->prompt;
     Choices *all = &e->next;
     Choice *const end = all->p + all->n;
-    const size_t kept = keep_ids(tok, ids, &prompt), context = e->model.context;
+    const size_t kept = strip_end(tok, prompt).n ? tok->prefix.n : ids->n;  // no TEXT changes these
+    const size_t context = e->model.context;
     const size_t closing = e->may_think ? e->budget_text.n + 1 : 0;
     size_t same = ids->n;  // so many first ids of e->prompt no TEXT changes
     Buffer text = {0};
-    if (prompt.n && (prompt.n + 40.0) * all->n > 20e6)
-        return say("too long, expected a shorter last word: all answers encode its %zu bytes anew",
-                   prompt.n);
+    if (prompt.n && (prompt.n + 40.0) * all->n > 25e6)
+        return say("too long, expected less: each answer encodes its %zu bytes anew", prompt.n);
     buffer_add(&text, prompt);
     for (Choice *c = all->p; c < end && !interrupted; c++) {
         text.n = prompt.n;
@@ -3506,8 +3480,10 @@ static const char *encode_choices(Engine *e, Bytes prompt) {
     if (interrupted) return NULL;
     all->before = ids->n - same;
     for (Choice *c = all->p; c < end; c++) {
-        c->ids.n -= same - kept;
-        memmove(c->ids.p, c->ids.p + same - kept, c->ids.n * sizeof(int));
+        const Ids whole = c->ids;
+        c->ids = (Ids){0};
+        for (size_t i = same - kept; i < whole.n; i++) ids_add(&c->ids, whole.p[i]);
+        free(whole.p);
         c->n_tokens = c->ids.n - min_size(c->ids.n, all->before);
         if (c->n_tokens + closing > e->reserve) e->reserve = c->n_tokens + closing;
     }

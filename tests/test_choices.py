@@ -306,7 +306,7 @@ def test_equal_answers_are_each_scored(tiny, mode):
 
 
 def test_what_a_prompt_and_its_answers_share(tiny, tmp_path):
-    """Only a prompt's end is encoded with each TEXT; the ids are those of encoding all of it. A suffix stands nowhere."""
+    """The ids are those of encoding a prompt with each TEXT. A suffix stands nowhere."""
     r = random.Random(2)
     parts = ["the", "old", " ", "\n", "'", "s", "re", "12", "3", ".", "!?", "e\u0301", "\u0301", "灯塔", "。", "\u3000", "<", "<th",
              "ink>", "</think>", "=", "\u0338", "_", "\u1100", "\u1161", "x" * 150]
@@ -334,7 +334,7 @@ def test_what_a_prompt_and_its_answers_share(tiny, tmp_path):
     ("of the sea. " * 16000, [f"answer {i}" for i in range(10000)], b"too long, expected at most "),
     ("the sea", [str(i) for i in range(99999)] + [" wind" * 2000], b"wind: too long, expected to fit"),
     ("the sea", [str(i % 10) for i in range(199999)], None),
-    ("a" * 999, ["a" * (i % 9 + 1) for i in range(99999)], b"all answers encode its 999 bytes anew")])
+    ("a" * 999, ["a" * (i % 9 + 1) for i in range(99999)], b"each answer encodes its 999 bytes anew")])
 def test_many_answers_take_no_time(tiny, text, own, error):
     """Nor memory: this was minutes and gigabytes."""
     row = json.dumps({"text": text, "own": own}).encode()
