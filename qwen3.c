@@ -1153,7 +1153,7 @@ static bool writer_token(struct Writer *out, const Tokenizer *tok, int id);
 
 // Returns true if an answer goes round in circles: if 256 of its ids each were the last
 // of 8 that had come 3 times before. (Any other id takes 3 off this count.) (Part II)
-static bool repeats_itself(const Tokenizer *tok, Text *text);
+static bool watch_repeats(const Tokenizer *tok, Text *text);
 
 // Appends an id to its text and writes it, unless it is a stop id. Returns the text's Ending.
 static Ending append_id(const Tokenizer *tok, Text *text, int id) {
@@ -1164,7 +1164,7 @@ static Ending append_id(const Tokenizer *tok, Text *text, int id) {
     text->sampler.in_answer[id] = text->sampler.seen[id] = true;
     if (!writer_token(text->writer, tok, id)) return COMPLETE;
     if (ids->n == text->max_ids) return LIMIT_REACHED;
-    if (repeats_itself(tok, text)) return REPEATS;
+    if (watch_repeats(tok, text)) return REPEATS;
     return ids->n <= text->context ? GOES_ON : CONTEXT_ENDED;  // GOES_ON: there is room to run it
 }
 
@@ -2524,6 +2524,7 @@ typedef struct Slot {  // what Part II has of a text, beside Text
     size_t number;     // of its line in a list, from 0
     double start;      // when it was added
     size_t cached;     // tokens of the prompt that did not need to run
+    bool started;      // also if it had to stop, and waits again
     size_t drawn;      // tokens of its answer; with -o of the thinking and the given answers
     bool thinking;     // its ids end inside <think>
     int thought;       // tokens of thinking that were drawn
@@ -2623,10 +2624,12 @@ static bool next_piece(Engine *e, Text *t) {
     return true;
 }
 
-// Fills a place's memory with what a text of this prompt begins with.
-static void fill_place(Engine *e, Slot *slot, const Ids *prompt) {
+// Fills the memory of a text's place with what it begins with.
+static void fill_place(Engine *e, Text *t, const Ids *prompt) {
+    Slot *slot = t->slot;
     Ids *all = &slot->own.all;
     const Choices last = slot->own.choices;
+    const size_t vocab_size = e->tokenizer.vocab_size;
     all->p = grow(all->p, &all->cap, prompt->n, e->model.context + 1, sizeof(int));  // + guesses
     memcpy(all->p, prompt->p, prompt->n * sizeof(int));
     all->n = prompt->n;
@@ -2634,22 +2637,9 @@ static void fill_place(Engine *e, Slot *slot, const Ids *prompt) {
     slot->own.nll = grow(slot->own.nll, &slot->own.nll_cap, 0, e->next.n, sizeof(double));
     slot->own.choices = e->next;
     if (e->kind == OWN_CHOICES) e->next = last;  // its memory serves the row after this one
-}
-
-// Sets what the sampler knows of a text: its prompt, and the first state of its random numbers.
-static void start_sampler(Sampler *s, const Tokenizer *tok, const Ids *prompt, uint64_t rng) {
-    s->rng = rng;
-    memset(s->in_answer, 0, tok->vocab_size * sizeof(bool));
-    memset(s->seen, 0, tok->vocab_size * sizeof(bool));
-    for (size_t i = 0; i < prompt->n; i++) s->seen[prompt->p[i]] = true;
-}
-
-// Returns where a chat's generation prompt begins: the next turn differs from there on. It is taken
-// to begin with the prompt's last SPECIAL token. In another format the next turn takes longer.
-static size_t find_answer_open(const Tokenizer *tok, const Ids *prompt) {
-    size_t n = prompt->n - 1;
-    while (n > 0 && !(tok->kind[prompt->p[n]] & SPECIAL)) n--;
-    return n;
+    memset(t->sampler.in_answer, 0, vocab_size * sizeof(bool));
+    memset(t->sampler.seen, 0, vocab_size * sizeof(bool));
+    for (size_t i = 0; i < prompt->n; i++) t->sampler.seen[prompt->p[i]] = true;
 }
 
 // Adds a prompt's text, to wait. rng: its sampler's first state. goes_on: it ends in an answer.
@@ -2658,18 +2648,20 @@ static Text *add_text(Engine *e, const Ids *prompt, uint64_t rng, bool goes_on) 
     Slot *slot = t->slot;
     const Options *o = &e->options;
     const size_t n = prompt->n;
-    fill_place(e, slot, prompt);
+    fill_place(e, t, prompt);
     *slot = (Slot){.engine = e, .own = slot->own, .start = now(), .closed_by = NOT_CLOSED,
                    .asker = slot, .thinking = e->thinks && !goes_on,
                    .watched = o->n < -1 ? n : INT_MAX};
     *t = (Text){.ids = slot->own.all, .target = n, .n_prompt = n, .context = e->model.context,
                 .max_ids = o->n < 0 ? SIZE_MAX : n + o->n, .embeds = e->mode == EMBED,
                 .sampler = t->sampler, .writer = t->writer, .slot = slot};
-    start_sampler(&t->sampler, &e->tokenizer, prompt, rng);
+    t->sampler.rng = rng;
     writer_thinks(t->writer, slot->thinking);
-    // Alone it may be a turn, also in a list that another program writes turn by turn
-    if (e->mode == CHAT && (chooses(e) || e->n_texts == 1))
-        slot->marks[1] = find_answer_open(&e->tokenizer, prompt);
+    // From the generation prompt on, the next turn differs. It is taken to begin with the last
+    // SPECIAL token. (A list's text may be alone because its lines are written turn by turn.)
+    size_t *mark = &slot->marks[1];
+    if (e->mode == CHAT && (chooses(e) || e->n_texts == 1)) *mark = n - 1;
+    while (*mark > 0 && !(e->tokenizer.kind[prompt->p[*mark]] & SPECIAL)) --*mark;
     if (e->mode == PERPLEXITY) t->ids.n = 1, next_piece(e, t);  // it begins with the last of ids
     if (chooses(e)) start_asking(e, t, goes_on);
     return t;
@@ -2918,7 +2910,8 @@ static bool start_text(Engine *e) {
     if (should_wait(e, t, from.n)) return false;
     if (!begin_text(e, t, from, spare)) return false;
     if (has_state(e)) set_mark(e, t);
-    if (t->slot->rows == 0) t->slot->cached = t->n_run;  // else it ran, but had to stop
+    if (!t->slot->started) t->slot->cached = t->n_run;
+    t->slot->started = true;
     e->n_running++;
     return true;
 }
@@ -2993,11 +2986,17 @@ static void draft_texts(Engine *e) {
 // ------------------------------------------------------------------------------------------------
 // A pass: the ids that have not run, of all texts, as many as fit
 
-// Returns where a text's state after n ids is saved. NULL: no mark is there, or no Kept is left.
-static float *save_at(Engine *e, const Text *t, size_t n) {
+// Returns whether a text's state after n ids becomes a Kept.
+static bool wants_state(const Engine *e, const Text *t, size_t n) {
     const size_t *marks = t->slot->marks;
+    return has_state(e) && (n == marks[0] || n == marks[1]);
+}
+
+// Begins a Kept of a text's first n ids, which are to run in this pass, in place of the one that
+// was used the longest time ago. Returns its state, or NULL if this pass makes that one already.
+static float *make_kept(Engine *e, const Text *t, size_t n) {
     Kept *kept = &e->kept[e->n_kept - 1];
-    if (!has_state(e) || (n != marks[0] && n != marks[1]) || kept->from) return NULL;
+    if (kept->from) return NULL;
     cut_blocks(e, &kept->blocks, 0);
     memcpy(kept->ids, t->ids.p, n * sizeof(int));
     kept->n = n;
@@ -3030,8 +3029,10 @@ static int make_rows(Engine *e) {
             const bool needed = pos + 1 >= t->target;
             if (n + later == p->batch || n_needed + later == p->logit_rows) break;
             const bool drafted = slot->guesses && pos + 1 == t->ids.n;
+            float *saved = drafted ? e->before[i]
+                : wants_state(e, t, pos + 1) ? make_kept(e, t, pos + 1) : NULL;
             p->rows[n++] = (Row){t->ids.p[pos], (int)pos, slot->own.blocks.p, slot->own.state,
-                                drafted ? e->before[i] : save_at(e, t, pos + 1), needed, t};
+                                 saved, needed, t};
             n_needed += needed;
             slot->rows += pos < t->ids.n;  // draw adds a right guess to n_run
         }
@@ -3308,7 +3309,7 @@ _Static_assert(sizeof(endings) == INTERRUPTED * sizeof(*endings), "all before it
 // An id is a repeat if the 8 ids that end with it came at least 3 times before. It adds 1 to a
 // count, any other id takes off 3, and at 256 the answer ends (in thinking, only that): the counts
 // of lists, tables and code stay far below. The first </think> begins the watch anew.
-static bool repeats_itself(const Tokenizer *tok, Text *text) {
+static bool watch_repeats(const Tokenizer *tok, Text *text) {
     enum { LENGTH = 8, TIMES = 3, MOST = 256 };
     Slot *slot = text->slot;
     const size_t n = text->ids.n;

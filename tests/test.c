@@ -962,7 +962,7 @@ static void test_repeats(void) {
             for (int at = start; at + 8 <= n; at++) times += !memcmp(ids + at, ids + n - 7, 8 * sizeof(int));
             count = n - 7 >= start && times >= 3 ? count + 1 : max_int(count - 3, 0);
             if (start < N && ids[n] == THINKS && !before) count = 0, start = n + 1, before = true, restarts++;
-            const bool found = repeats_itself(&tok, &text);
+            const bool found = watch_repeats(&tok, &text);
             CHECK(found == (count >= 256) && slot.repeats == count, "trial %d, id %d: %d, not %d", trial, n,
                   slot.repeats, count);
             if (!found) continue;
