@@ -1393,7 +1393,12 @@ static bool next_slice(Slice *s, int count, int chunk);
 static void cache_copy(const Pass *p, int to, int from);  // a block: all keys and values
 #endif
 
-// -1: Ctrl-C ends the program. N: it stops the answer. After N seconds another ends the program.
+// Ctrl-C: its handler sets `interrupted`. Only run_dialogue clears it, once the turn is over. Loops
+// over a text's bytes or over layers, and waits, end early if it is set. So who called one looks at
+// it first: ids of a text that was being encoded, x, logits and a line that was being read are not
+// used then, and no error is made of them. What an answer has drawn stays.
+//
+// patience: -1: Ctrl-C ends the program. N: it does not, but another does after N seconds.
 static volatile sig_atomic_t patience = -1;
 
 // ------------------------------------------------------------------------------------------------
@@ -2603,7 +2608,6 @@ static void start_asking(Engine *e, Text *t, bool goes_on);    // see Given answ
 static bool next_choice(Engine *e, Text *t);                   // goes on with -o
 
 // What Many texts at once, or -DPLAIN (nothing is kept, and a pass runs a text to its end), does:
-static void prepare_passes(Engine *e, int context);
 static void start_texts(Engine *e);                 // those that wait, as many as can run
 static bool run_pass(Engine *e);                    // returns false after Ctrl-C
 static void go_back(Engine *e, Text *t, size_t n);  // n_run becomes n or less: the rest runs again
@@ -3362,9 +3366,10 @@ static Ending accept_id(const Tokenizer *tok, Text *t, int id) {
 // ------------------------------------------------------------------------------------------------
 // Given answers (-o): how likely is it that the answer begins with each of several TEXTs? First the
 // thinking is drawn, if any. Then the last logits give the first id of each TEXT its nll. Then each
-// TEXT of more ids follows, one after the other: so the blocks of the prompt and the thinking stay.
-// Where one TEXT begins another, the answer also has to end after the shorter one. So at most one
-// comes true, and probabilities add up. All texts have the same TEXTs, or each its own (-o @NAME).
+// TEXT of more ids takes the place of the one before: so the blocks of the prompt and the thinking
+// stay. (Alone, a text has helpers, which score other TEXTs in the same passes.) Where one TEXT
+// begins another, the answer also has to end after the shorter one. So at most one comes true, and
+// probabilities add up. All texts have the same TEXTs, or each its own (-o @NAME).
 
 static double logit_of(const Tokenizer *tok, const float *logits, int id) {
     double max = -INFINITY, sum = 0;
@@ -3463,7 +3468,6 @@ static const char *encode_choices(Engine *e, Bytes prompt) {
     Choices *all = &e->next;
     Choice *const end = all->p + all->n;
     const size_t kept = strip_end(tok, prompt).n ? tok->prefix.n : ids->n;  // no TEXT changes these
-    const size_t context = e->model.context;
     const size_t closing = e->may_think ? e->budget_text.n + 1 : 0;
     size_t same = ids->n;  // so many first ids of e->prompt no TEXT changes
     Buffer text = {0};
@@ -3493,7 +3497,7 @@ static const char *encode_choices(Engine *e, Bytes prompt) {
         const char *wrong = c->n_tokens > 0 ? NULL : "adds no token to the prompt";
         for (size_t i = all->before; i < c->ids.n; i++)
             if (is_stop(tok, c->ids.p[i])) wrong = "has a token that ends answers, expected none";
-        if (ids->n + c->n_tokens + closing > context)
+        if (ids->n + c->n_tokens + closing > (size_t)e->model.context)
             wrong = "too long, expected to fit into the context (-c) after it";
         if (c->same_ids && e->kind == CHOICES) wrong = "has the same tokens as another answer";
         if (wrong) return say("%.*s: %s", (int)min_size(c->text.n, 200), c->text.p, wrong);
@@ -4311,8 +4315,8 @@ static void prepare_answers(Engine *e) {
 static int choose_context(const Engine *e) {
     const Config *c = &e->model.config;
     const int asked = e->options.context, least = modes[e->mode].least, most = c->max_seq_len;
-    const double states = (double)count_states(1, false) * state_size(c) * sizeof(float);  // a chat's
-    const double room = memory_size() / 4 - states;
+    const double states = (double)count_states(1, false) * state_size(c);  // a chat's
+    const double room = memory_size() / 4 - states * sizeof(float);
     const double positions = e->mode == PERPLEXITY ? 0 : room / position_size(c);
     const int fitting = min_int((int)fmax(fmin(positions, INT_MAX) / 1024, 4) * 1024, most);
     const int context = asked < 0 ? fitting : asked == 0 ? most : asked;
@@ -6155,7 +6159,7 @@ static float *classify(Pass *p, int n) {
 #endif  // not PLAIN
 
 // ------------------------------------------------------------------------------------------------
-// The memory of a run: everything that a pass needs is allocated here, once
+// The memory of a run: what Part III needs for a pass is allocated here, once
 
 static const char *version(void) { return "qwen3 " VERSION " (" SIMD ")\n"; }
 
