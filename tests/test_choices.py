@@ -343,6 +343,13 @@ def test_many_answers_take_no_time(tiny, text, own, error):
     assert (error is None and result.returncode == 0) or (result.returncode == 1 and error in result.stderr), result.stderr[-300:]
 
 
+def test_a_long_prompt_and_many_answers(stopping):
+    """Each is encoded with all of the prompt, 21 MB: that is no error. The one that is comes later."""
+    row = json.dumps({"text": "the sea " * 3750, "own": [f" {i}" for i in range(700)] + ["<|im_end|>"]}).encode()
+    result = qwen3(stopping, "-L", "-", "-m", "generate", "-o", "@own", stdin=row)
+    assert result.returncode == 1 and b"<|im_end|>: has a token that ends answers" in result.stderr, result.stderr[-300:]
+
+
 def test_a_name_that_no_row_has(tiny):
     """One error for the list; its rows are there, as rows that are wrong."""
     rows = "".join('{"text": "x", "own": ["a", "b"]}\n' for _ in range(9)).encode()
