@@ -2580,8 +2580,7 @@ typedef struct Engine {  // the program's state
     int n_unused;      // blocks that nobody has
     bool stopped;      // Ctrl-C stopped the last pass: states of texts that ran belong to no ids
     int credit;        // of drafts: see there
-    float *before[MOST_GUESSED];  // (state_size) of the text at order[i], to go back to: before
-                       // its guesses, or before a pass of a chat's prompt
+    float *before[MOST_GUESSED];  // (state_size) of the text at order[i], to go back to
     // Prompts, and what was said of them:
     Conversation conversation;  // of a chat, or of a list's line
     Buffer input;      // the prompt's text, the message being typed, or a JSON line's last string
@@ -2597,8 +2596,7 @@ static bool chooses(const Engine *e) { return e->kind >= CHOICES; }  // among gi
 // Returns how many Kepts there are: one for each text that ends, and those at marks.
 static int count_kepts(int texts, bool list) { return texts + (texts > 1 ? 4 : list ? 2 : 1); }
 
-// Returns how many states of delta layers so many places have: one for each text that runs, one for
-// each Kept, and those to go back to (Engine.before).
+// Returns how many states of delta layers there are: of texts, of Kepts, and those to go back to.
 static int count_states(int texts, bool list) {
     return texts + count_kepts(texts, list) + min_int(texts, MOST_GUESSED);
 }
@@ -2996,8 +2994,8 @@ static bool wants_state(const Engine *e, const Text *t, size_t n) {
     return has_state(e) && (n == marks[0] || n == marks[1]);
 }
 
-// Begins a Kept of a text's first n ids, which are to run in this pass, in place of the one that
-// was used the longest time ago. Returns its state, or NULL if this pass makes that one already.
+// Begins a Kept of a text's first n ids: the last Kept makes room. Returns where this pass saves
+// the state, or NULL if this pass makes the last one, too.
 static float *make_kept(Engine *e, const Text *t, size_t n) {
     Kept *kept = &e->kept[e->n_kept - 1];
     if (kept->from) return NULL;
@@ -3525,9 +3523,10 @@ static Ending score_first_ids(const Tokenizer *tok, Text *t, float *logits) {
     double *nll = t->slot->own.nll;
     for (int i = 0; i < all->n; i++) nll[i] = -logits[all->p[i].ids.p[0]];
     const double sum = log_sum_exp(logits, tok->vocab_size);
-    bool finite = true;
-    for (int i = 0; i < all->n; i++) finite &= isfinite(nll[i] += sum) != 0;
-    return finite ? COMPLETE : FAILED;
+    Ending ending = COMPLETE;
+    for (int i = 0; i < all->n; i++)
+        if (!isfinite(nll[i] += sum)) ending = FAILED;
+    return ending;
 }
 
 // Starts the asker's next TEXT of more than one id. Returns false if there is none.
