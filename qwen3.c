@@ -2602,8 +2602,8 @@ static int count_states(int texts, bool list) {
 }
 
 static void writer_thinks(struct Writer *out, bool thinking);  // see Writing
-static void start_asking(Engine *e, Text *t, bool goes_on);    // see Given answers, also:
-static bool next_choice(Engine *e, Text *t);                   // goes on with -o
+static void start_asking(Engine *e, Text *t, bool goes_on);    // this and the next: Given answers
+static bool next_choice(Engine *e, Text *t);
 
 // What Many texts at once, or -DPLAIN (nothing is kept, and a pass runs a text to its end), does:
 static void start_texts(Engine *e);                 // those that wait, as many as can run
