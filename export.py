@@ -1163,7 +1163,7 @@ def read_header(source: Source, bits: int | None, group_size: int | None,
         if width % group_size:
             refuse(where, key, f"a multiple of {group_size}, the quantization group", width)
     if "n_experts" in fields:
-        if not 1 <= (used := fields["n_experts_used"]) <= (n := fields["n_experts"]):
+        if not (n := fields["n_experts"]) >= (used := fields["n_experts_used"]) >= 1:
             refuse(where, "num_experts_per_tok", f"from 1 to num_experts, {n}", used)
         topk_norm = config.get("norm_topk_prob", family.has_delta)
         require(where, "norm_topk_prob", repr(topk_norm), *BOOLEANS)

@@ -192,6 +192,7 @@ BAD_EXPERTS = [
     ({"num_experts": 4097}, "num_experts.*4096, found 4097"),
     ({"num_experts_per_tok": 4}, "num_experts_per_tok, expected from 1 to num_experts, 3, found 4"),
     ({"num_experts_per_tok": None}, "num_experts_per_tok.*found None"),
+    ({"num_experts_per_tok": 0}, "num_experts_per_tok, expected from 1 to num_experts, 3, found 0"),
     ({"moe_intermediate_size": None}, "moe_intermediate_size.*found None"),
     *[({"use_sliding_window": True} | more, "use_sliding_window is not supported, expected False, found True")
       for more in ({}, {"max_window_layers": 9}, {"layer_types": ["full_attention"] * 2})],
