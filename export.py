@@ -2091,8 +2091,12 @@ def deal_rows(h: Header, tensors: dict[str, Tensor]) -> dict[str, list[Tensor]]:
     sizes, found, n_parts = find_sizes(h), {}, 0
     for name, tensor in tensors.items():
         layer, rest = re.fullmatch(r"(layers\.\d+\.)?(.*)", name, re.DOTALL).groups("")
-        hands = [(sizes[size], target) for size, target in DEALT.get(rest, [])]
-        if not (step := sum(rows for rows, _ in hands)):
+        hands = [(sizes[size], layer + target) for size, target in DEALT.get(rest, [])]
+        step = sum(rows for rows, _ in hands)
+        if again := found.keys() & ({target for _, target in hands} if step else {name}):
+            refuse(tensor.path, "tensors", "each once, whole or in parts",
+                   f"{list_names(sorted(again))} twice")
+        if not step:
             found[name] = [tensor]
             continue
         n_rows, *width = tensor.shape or [0]
@@ -2103,7 +2107,7 @@ def deal_rows(h: Header, tensors: dict[str, Tensor]) -> dict[str, list[Tensor]]:
         starts = itertools.accumulate([rows for rows, _ in hands] * (n_rows // step), initial=0)
         for (rows, target), start in zip(hands * (n_rows // step), starts):
             part = tensor.part(start * math.prod(width), rows, *width)
-            found.setdefault(layer + target, []).append(part)
+            found.setdefault(target, []).append(part)
     return found
 
 

@@ -145,6 +145,20 @@ def test_tensors_refused(tmp_path, tokenizer35, run, kind, change, pattern):
     refused(run("hf", "out.bin"), pattern)
 
 
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("kind, name, shape", [
+    ("dense", "0.linear_attn.in_proj_q", (256, 64)), ("dense", "1.linear_attn.in_proj_v", (512, 64)), ("dense", "3.self_attn.q_gate", (128, 64)),
+    ("next", "0.linear_attn.in_proj_z", (512, 64)), ("next", "2.linear_attn.in_proj_qkv", (1024, 64)), ("moe", "3.self_attn.q_gate", (128, 64)),
+    ("next", "1.linear_attn.in_proj_a", (4, 64)), ("moe", "3.mlp.experts.1.up_proj", (64, 64))])
+def test_whole_and_in_parts(tmp_path, tokenizer35, run, kind, name, shape, first):
+    """Neither replaces the other, whichever comes first in the file: transformers would take one that this has not."""
+    config, tensors = deltas.Delta(kind).published()
+    prefix = next(key for key in tensors if "layers.0." in key).partition("layers.")[0]
+    more = {f"{prefix}layers.{name}.weight": np.ones(shape, np.float32)}
+    deltas.save(tmp_path / "hf", config, more | tensors if first else tensors | more, tokenizer35)
+    refused(run("hf", "out.bin"), "tensors, expected each once.* twice")
+
+
 def test_yarn(tmp_path, tokenizer35):
     """Frequencies of the part of a head that rope turns."""
     folder = deltas.save(tmp_path / "hf", *deltas.Delta("dense").published(), tokenizer35)
