@@ -359,7 +359,7 @@ class Family(NamedTuple):
                               # such; the key may be absent
     header: dict[str, int] = {}  # fields of Header -> the value that this architecture has
     head_dim: int | None = 128  # where config.json has none; None: hidden_size / heads
-    numbers: tuple[str, ...] = ()  # the keys of NUMBERS that not every architecture has
+    numbers: tuple[str, ...] = ("intermediate_size",)  # NUMBERS' that not every architecture has
 
     @property
     def has_delta(self) -> bool:
@@ -383,19 +383,20 @@ DELTA_NUMBERS = "full_attention_interval", "linear_num_key_heads", "linear_num_v
 GATED, SHARED = {"gated_attention": 1}, {"gated_attention": 1, "shared_expert": 1}
 FAMILIES = [
     Family("Qwen2ForCausalLM Qwen2Model qwen2", "qwen2", QWEN2, QWEN2_ATTENTION, None),
-    Family("Qwen2VLForConditionalGeneration Qwen2_5_VLForConditionalGeneration qwen2_vl qwen2_5_vl",
-           "qwen2vl", QWEN2, QWEN2_ATTENTION, None),
+    Family("Qwen2VLForConditionalGeneration qwen2_vl", "qwen2vl", QWEN2, QWEN2_ATTENTION, None),
     Family("MiMoForCausalLM mimo", "", QWEN2, QWEN2_ATTENTION, None),
     Family("Qwen3ForCausalLM Qwen3Model qwen3", "qwen3", QWEN3),
     Family("Qwen3MoeForCausalLM qwen3_moe", "qwen3moe", MOE, head_dim=None, numbers=MOE_NUMBERS),
     Family("Qwen3VLForConditionalGeneration qwen3_vl", "qwen3vl", QWEN3),
-    Family("Qwen3_5ForCausalLM Qwen3_5ForConditionalGeneration qwen3_5 qwen3_5_text",
-           "qwen35", DELTA, GATED, 256, DELTA_NUMBERS),
+    Family("Qwen2_5_VLForConditionalGeneration qwen2_5_vl", "qwen25vl", QWEN2, QWEN2_ATTENTION, None),
+    Family("Qwen3_5ForCausalLM Qwen3_5ForConditionalGeneration Qwen3_5Model Qwen3_5TextModel "
+           "qwen3_5 qwen3_5_text", "qwen35", DELTA, GATED, 256, ("intermediate_size", *DELTA_NUMBERS)),
     Family("Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration qwen3_5_moe qwen3_5_moe_text",
            "qwen35moe", DELTA_MOE | {"norm_topk_prob": True}, SHARED, 256,
            MOE_NUMBERS + DELTA_NUMBERS),
     Family("Qwen3NextForCausalLM qwen3_next", "qwen3next", DELTA_MOE, SHARED, 256,
            MOE_NUMBERS + DELTA_NUMBERS)]
+GGUF_FAMILIES = {row.gguf: row for row in FAMILIES if row.gguf}
 
 
 class Source(NamedTuple):
@@ -744,6 +745,7 @@ HUB_NAME = re.compile(r"""(?:https?://[^/]+/|(?:hf|huggingface)\.co/)?
     (?:(?:@|/(?:tree|blob|resolve)/)(?P<revision>[\w.-]+(?:/[\w.-]+)*?))?
     (?::(?P<kind>[\w-]+)|/(?P<file>[\w./-]+\.gguf)?)?(?:[?\#].*)?""", re.ASCII | re.VERBOSE)
 PART = re.compile(r"-(\d{5})-of-(\d{5})(?=\.gguf$)")
+BESIDE = re.compile(r"(?<![a-z])(imatrix|mtp|nextn|draft(er)?|eagle\d*|dflash)(?![a-z])[^/]*$", re.IGNORECASE)
 NO_NETWORK = {"ConnectionError", "Timeout", "TransportError", "LocalEntryNotFoundError"}
 
 
@@ -816,18 +818,20 @@ def choose_gguf(where: object, files: list[str], wanted: str = "", default: str 
     for file in sorted(files):  # mmproj is what a model sees with, beside its text part
         if file.endswith(".gguf") and not re.search("mmproj[^/]*$", file):
             models.setdefault(PART.sub("", file), []).append(file)
+    whole = [model for model in models if not BESIDE.search(model)] or [*models]
     if not wanted and (not models or any(map(WEIGHTS.fullmatch, files))):
         if "config.json" in files:
             return []
         refuse_folder(where, "not a checkpoint", "config.json or a GGUF file", files)
-    wanted = wanted or (default if len(models) > 1 else "")
+    wanted = wanted or (default if len(whole) > 1 else "")
     ending = re.compile(rf"(.*[-._/])?{re.escape(wanted)}\.gguf", re.IGNORECASE)
-    chosen = [parts for model, parts in models.items()
+    chosen = [model for model, parts in models.items()
               if not wanted or wanted in (model, *parts) or ending.fullmatch(model)]
+    chosen = [model for model in chosen if model in whole] or chosen
     if len(chosen) != 1:
         refuse(where, f"{'more than one' if chosen else 'no'} GGUF file {wanted}".strip(),
                "the name of one of these", list_names([*models], 30))
-    return chosen[0]
+    return models[chosen[0]]
 
 
 # ---- GGUF: a file by llama.cpp's converter, turned back into Hugging Face's files ----------------
@@ -859,11 +863,11 @@ def read_gguf(path: Path) -> Source:
         open_gguf(path.with_name(PART.sub(rf"-{i:05}-of-\2", path.name)), tensors)
     family, config = read_gguf_config(path, metadata, tensors)
     ggml = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items()}
-    bos, eos, eot, eom = (read_ids(path, ggml.get(f"{name}_token_id"))
-                          for name in ("bos", "eos", "eot", "eom"))  # eot, eom: of turn, message
+    bos, eos, *ends = (read_ids(path, ggml.get(key)) for key in (  # ends: of turn, message, Ollama's
+        "bos_token_id", "eos_token_id", "eot_token_id", "eom_token_id", "eos_token_ids"))
     tokenizer = read_gguf_tokenizer(path, family, ggml, {"bos": bos, "eos": eos})
     texts = {token["id"]: token["content"] for token in tokenizer["added_tokens"]}
-    stop_ids = eos + eot + eom + [i for i, text in texts.items() if text == "<|endoftext|>"]
+    stop_ids = sum(ends, eos) + [i for i, text in texts.items() if text == "<|endoftext|>"]
     pooling, poolings = metadata.get(f"{family.gguf}.pooling_type", 0), gguf.PoolingType
     require(path, "pooling_type", pooling, 0, int(poolings.LAST), int(poolings.RANK))
     if pooling == poolings.RANK and tensors.pop("cls.output.weight", None):
@@ -893,15 +897,20 @@ def read_gguf(path: Path) -> Source:
 
 def read_gguf_config(path: Path, metadata: dict, tensors: dict[str, Tensor]) -> tuple[Family, dict]:
     """What normalize_config() gives. The layer of nextn, which guesses tokens, does not count."""
-    families = {family.gguf: family for family in FAMILIES if family.gguf}
     name = metadata.get("general.architecture")
-    require(path, "general.architecture", name, *families)
+    require(path, "general.architecture", name, *GGUF_FAMILIES)
     model = {key.removeprefix(f"{name}."): value for key, value in metadata.items()}
     require(path, "attention.causal", model.get("attention.causal"), True, None)
     if "embed_tokens.weight" not in tensors:
         refuse(path, "tensors", "token_embd.weight")
     numbers = {key: model.get(gguf_key) for key, (*_, gguf_key, _) in NUMBERS.items() if gguf_key}
     get = partial(read_number, path, numbers)
+    n_layers = get("num_hidden_layers") - bool(model.get("nextn_predict_layers"))
+    are_delta = read_value(path, model, "attention.recurrent_layers", list)
+    if isinstance(kv_heads := numbers["num_key_value_heads"], list):  # Ollama's, of each layer
+        are_delta = [not n for n in kv_heads]
+        numbers["num_key_value_heads"] = next(filter(None, kv_heads), 0)
+    types = [f"{'linear' if is_delta else 'full'}_attention" for is_delta in are_delta[:n_layers]]
     head_dim = get("head_dim", get("hidden_size") // get("num_attention_heads"))
     rotary_dim = read_number(path, model, "rope.dimension_count", head_dim)
     rope = {key.removeprefix("rope.scaling.").removeprefix("yarn_"): value
@@ -914,10 +923,13 @@ def read_gguf_config(path: Path, metadata: dict, tensors: dict[str, Tensor]) -> 
         default = 0.1 * math.log(read_number(path, rope, "factor")) + 1
         if abs(read_number(path, rope, "attn_factor") * default - 1) >= 1e-3:
             rope["attention_factor"] = rope.pop("attn_factor")
-    return families[name], numbers | {
-        "num_hidden_layers": get("num_hidden_layers") - bool(model.get("nextn_predict_layers")),
-        "head_dim": head_dim, "vocab_size": tensors["embed_tokens.weight"].shape[0],
-        "norm_topk_prob": True,  # there is no key for it: llama.cpp always divides
+    return GGUF_FAMILIES[name], numbers | {
+        "full_attention_interval": read_interval(path, numbers | {"layer_types": types}),
+        "num_hidden_layers": n_layers, "head_dim": head_dim,
+        "vocab_size": tensors["embed_tokens.weight"].shape[0],
+        "norm_topk_prob": model.get("norm_top_k_prob", True),  # Ollama's: llama.cpp always divides
+        "v_head_reordered": model.get("ssm.v_head_reordered", name != "qwen3next" and not any(
+            tensor.endswith("in_proj_ba.weight") for tensor in tensors)),  # ssm_ba: Qwen3-Next's
         "rope": {"rope_theta": read_number(path, model, "rope.freq_base"),
                  "partial_rotary_factor": rotary_dim / head_dim,
                  "rope_type": rope.pop("type", "default")} | rope}
@@ -947,7 +959,8 @@ def read_gguf_tokenizer(path: Path, family: Family, ggml: dict, ends: dict[str, 
         refuse(path, "tokenizer.ggml.pre", "qwen2, or Qwen's vocabulary (a newer GGUF file, or the "
                "checkpoint?)", repr(ggml.get("pre")))
     special = ids[types.CONTROL].keys() - GGUF_NOT_SPECIAL
-    added = ids[types.CONTROL] | ids[types.USER_DEFINED]
+    added = ids[types.CONTROL] | {text: i for text, i in ids[types.USER_DEFINED].items()
+                                  if not re.fullmatch(r"\[PAD\d+\]", text)}  # Ollama's
     around = {name: {"ids": ids if ggml.get(f"add_{name}_token") else []}
               for name, ids in ends.items()}
     return {"model": {"type": "BPE", "vocab": ids[types.NORMAL] | added, "merges": merges},
@@ -1002,7 +1015,8 @@ def open_gguf(path: Path, tensors: dict[str, Tensor]) -> dict:
             if len(shape) > 4 or len(name) > 64:  # ggml's limits, too
                 refuse(path, f"shape of {name}", "up to 4 dimensions, 64 letters of its name",
                        f"{len(shape)}, {len(name)}")
-            dtype = gguf.GGMLQuantizationType(kind).name
+            dtype = next((x.name for x in gguf.GGML_QUANT_SIZES if x == kind), None) or refuse(
+                path, f"dtype of {name}", "one that the gguf package knows", f"number {kind}")
             if shape[0] % (elements := BLOCK_SIZES[dtype][0]):
                 refuse(path, f"rows of {name}", f"a multiple of {elements}", shape[0])
             found.append(tensor := Tensor(name, path, data + offset, dtype, shape[::-1]))
@@ -1136,8 +1150,7 @@ def read_header(source: Source, bits: int | None, group_size: int | None,
     get = partial(read_number, where, config)
     heads = get("num_attention_heads")
     defaults = {"head_dim": family.head_dim or get("hidden_size") // heads,
-                "num_key_value_heads": heads, "rms_norm_eps": 1e-6, "full_attention_interval": 4,
-                "intermediate_size": 1 if "num_experts" in family.numbers else None}  # nobody's
+                "num_key_value_heads": heads, "rms_norm_eps": 1e-6, "full_attention_interval": 4}
     of_others = {key for row in FAMILIES for key in row.numbers} - {*family.numbers}
     fields = {field: get(key, defaults.get(key)) for key, (*_, field) in NUMBERS.items()
               if field and key not in of_others}
@@ -2029,7 +2042,7 @@ GGUF_NAMES = {  # attn_q.weight -> self_attn.q_proj.weight; ffn_up_exps has all 
         ("ssm_in", "linear_attn.in_proj_qkvz.weight"),  # Qwen3-Next's in its first files
         ("ffn_gate_up_exps", "mlp.experts.gate_up_proj"),
         *((f"ffn_{x}_shexp", f"mlp.shared_expert.{x}_proj.weight") for x in ("gate", "up", "down"))
-    )}
+    )} | {"ssm_dt": "linear_attn.dt_bias"}  # Ollama's
 
 
 class Output(NamedTuple):
@@ -2144,7 +2157,7 @@ def match_tensors(source: Source, h: Header, computed: dict) -> tuple[Header, li
              and not (source.embedding and name == "lm_head.weight")
              and not name.endswith(".inv_freq")]  # rope's frequencies, from older programs
     guess = rf"|blk\.{h.n_layers}" if source.family.has_delta else ""  # what guesses a token
-    beside = rf"(?:language_|model\.)*((?:visual|vision_tower|mtp|mtp_layers{guess})\.)"
+    beside = rf"(?:language_|model\.)*((?:visual|vision_tower|v|mm|mtp|mtp_layers{guess})\.)"  # v: Ollama's
     left_out = sorted({f"{match[1]}*" for name in extra if (match := re.match(beside, name))})
     extra = [name for name in extra if not re.match(beside, name)]
     missing = [name for name in wanted if name not in dealt]
@@ -2163,15 +2176,15 @@ def match_tensors(source: Source, h: Header, computed: dict) -> tuple[Header, li
             refuse(where, f"dtype of {tensor.name}", "BF16, F16, F32 or, in a GGUF file, one that "
                    "the gguf package dequantizes", dtype)
     if where.is_file() and source.family.has_delta:
-        undo_converter(h, found, source.family.gguf)
+        undo_converter(h, found, source.config["v_head_reordered"])
     panel = Tensor("zeros", where, 0, "F32", (PANEL, h.dim), bytes(4 * PANEL * h.dim))
     return h, [output._replace(tensors=[part for name in output.names for part in pad_with_zeros(
         found[name], output.shape, panel)]) for output in lay_out(h)], left_out
 
 
-def undo_converter(h: Header, found: dict[str, list[Tensor]], arch: str) -> None:
+def undo_converter(h: Header, found: dict[str, list[Tensor]], reordered: bool) -> None:
     """Undoes -exp(A_log), and v heads in the order of their place at a k head, then of k heads."""
-    step = h.delta_v_heads if arch == "qwen3next" else h.delta_k_heads
+    step = h.delta_k_heads if reordered else h.delta_v_heads
     heads = np.arange(h.delta_v_heads).reshape(-1, step).T.ravel()  # where each v head is
     channels = np.append(np.arange(2 * h.delta_k_heads), 2 * h.delta_k_heads + heads)
     changes = {

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import deltas
 import ggufs
@@ -69,6 +70,59 @@ def test_gguf_blocks(tmp_path, model, tokenizer35, kind):
     for name, part, first in ("o", "out_proj", 0), ("v", "in_proj_qkv", 512), ("z", "in_proj_z", 0):
         stored = ggufs.quantize(model.tensors[f"model.layers.0.linear_attn.{part}.weight"], ggufs.Kind[kind])[first:]
         assert np.array_equal(w[name][0].rows(range(len(stored))), ggufs.gguf.dequantize(stored, ggufs.Kind[kind]))
+
+
+def blob(model, tokenizer, **changes):
+    """(metadata, tensors) as Ollama's converter has them: heads by layer, ssm_dt without .bias, what sees and what guesses."""
+    family, tensors = {"dense": "qwen35", "moe": "qwen35moe", "next": "qwen3next"}[model.kind], ggufs.delta_blocks(model, ggufs.Kind.F32)
+    every, layers = (model.numbers[key] for key in ("full_attention_interval", "num_hidden_layers"))
+    heads = [0 if (i + 1) % every else model.numbers["num_key_value_heads"] for i in range(layers)]
+    tensors = {name.replace("ssm_dt.bias", "ssm_dt"): x for name, x in tensors.items()} | {
+        name: (np.ones(shape, np.float32), ggufs.Kind.F32) for name, shape in (
+            ("v.blk.0.attn_q.weight", (8, 8)), ("v.patch_embed.weight", (8, 3, 4, 4)), ("mtp.layers.0.attn_q.weight", (8, 8)))}
+    metadata = {key: x for key, x in ggufs.delta_values(model, tokenizer).items() if not key.endswith(("full_attention_interval", "nextn_predict_layers"))}
+    metadata |= {f"{family}.{key}": x for key, x in {"attention.head_count_kv": heads, "rope.dimension_sections": [3, 3, 2]}.items()}
+    metadata |= {f"{family}.feed_forward_length": 0} if model.moe else {}
+    return metadata | {f"{family}.{key}": x for key, x in changes.items()}, tensors
+
+
+@pytest.mark.parametrize("model", ["dense", "moe", "next", "three v heads a k head", "every second"], indirect=True)
+def test_ollama_s_files(tmp_path, model, tokenizer35, run):
+    ggufs.write(tmp_path / "m.gguf", *blob(model, tokenizer35))
+    said = run("m.gguf", "out.bin")[1][0]
+    assert ", without mtp.* and v.*) and" in said
+    assert (tmp_path / "out.bin").read_bytes() == reference.Model.from_tensors(*model.published()).to_bytes()
+
+
+@pytest.mark.parametrize("model", ["dense", "next"], indirect=True)
+def test_the_order_of_v_heads_in_ollama_s_files(tmp_path, model, tokenizer35, run):
+    """A key says if they are as llama.cpp's converter has them, for qwen35, or as in Hugging Face's files."""
+    reordered = model.kind == "dense"
+    metadata, tensors = blob(model, tokenizer35)
+    family = metadata["general.architecture"]
+    for said in None, reordered, not reordered:
+        run(ggufs.write(tmp_path / "m.gguf", metadata | {f"{family}.ssm.v_head_reordered": said}, tensors), f"{said}.bin")
+    if model.kind == "next":  # ssm_ba is Qwen3-Next's, also where the file calls itself so
+        metadata = {key.replace("qwen3next", "qwen35moe"): "qwen35" if key.endswith("ggml.pre") else x for key, x in metadata.items()}
+        run(ggufs.write(tmp_path / "m.gguf", metadata | {"general.architecture": "qwen35moe"}, tensors), "None.bin")
+    assert Path("None.bin").read_bytes() == Path(f"{reordered}.bin").read_bytes() != Path(f"{not reordered}.bin").read_bytes()
+
+
+IRREGULAR = [[0, 0, 0, 1, 0, 0, 1, 0], [1, 0, 0, 0, 1, 0, 0, 0], [0, 1, 0, 1, 0, 0, 0, 1]]
+
+
+@pytest.mark.parametrize("changes, pattern", [
+    *[({"attention.head_count_kv": kinds}, "layer_types, expected full_attention after") for kinds in IRREGULAR],
+    *[({"attention.head_count_kv": 1, "attention.recurrent_layers": [not x for x in kinds]}, "layer_types, expected full_attention after")
+      for kinds in IRREGULAR],
+    ({"attention.head_count_kv": [0, 0, 0, 1, 0, 0], "block_count": 6}, "num_hidden_layers, expected a multiple of 4, found 6"),
+    ({"attention.head_count_kv": [0, 0, 0, 2, 0, 0, 0, 1]}, "shape of blk.3.attn_k.weight, expected .128, 64., found .64, 64."),
+    ({"attention.head_count_kv": [0] * 8}, "layer_types, expected full_attention after"),
+    ({"attention.head_count_kv": [[1]] * 8}, "num_key_value_heads, expected an integer from 1 to 4096, found .1."),
+    ({"attention.recurrent_layers": 5}, "attention.recurrent_layers, expected a list, found 5")])
+def test_gguf_with_irregular_layers(tmp_path, tokenizer35, run, changes, pattern):
+    ggufs.write(tmp_path / "m.gguf", *blob(deltas.Delta("dense", num_hidden_layers=8), tokenizer35, **changes))
+    refused(run("m.gguf", "out.bin"), pattern)
 
 
 @pytest.mark.parametrize("name, rows, pattern", [

@@ -84,11 +84,28 @@ def test_gate_and_up_in_one_tensor(checkpoint, make, run, tmp_path, kind):
     assert files(tmp_path / "out.bin") == files(tmp_path / "apart.bin")
 
 
-def test_text_part_of_a_vision_model(checkpoint, exported_bytes, tmp_path):
-    ck = checkpoint("BF16", architectures=["Qwen2ForCausalLM"], head_dim=32)
-    metadata = {re.sub("^qwen2[.]", "qwen2vl.", key): value for key, value in values(ck).items()} | {
-        "general.architecture": "qwen2vl", "qwen2vl.rope.dimension_sections": [16, 24, 24, 0]}
-    assert exported_bytes(write(tmp_path / "m.gguf", metadata, blocks(ck, Kind.BF16))) == ck.expected()
+@pytest.mark.parametrize("name", ["qwen2vl", "qwen25vl", "qwen3vl"])
+def test_text_part_of_a_vision_model(checkpoint, exported_bytes, tmp_path, name):
+    """Ollama's have what sees in the same file."""
+    old = name.replace("vl", "").replace("25", "2")
+    ck = checkpoint("BF16", architectures=[f"Q{old[1:]}ForCausalLM"], head_dim=32)
+    metadata = {re.sub(f"^{old}[.]", f"{name}.", key): value for key, value in values(ck).items()} | {
+        "general.architecture": name, f"{name}.rope.dimension_sections": [16, 24, 24, 0]}
+    tensors = {"v.blk.0.attn_q.weight": (np.ones((8, 8), np.float32), Kind.F32)} if name != "qwen2vl" else {}
+    assert exported_bytes(write(tmp_path / "m.gguf", metadata, blocks(ck, Kind.BF16) | tensors)) == ck.expected()
+
+
+def test_padding_and_ends_of_ollama(checkpoint, make, run, tmp_path):
+    """Its padding tokens, [PAD0] and so on, are no words of a user; more ids end an answer."""
+    ck = checkpoint()
+    tokens, types = (values(ck)[f"tokenizer.ggml.{key}"] for key in ("tokens", "token_type"))
+    run(make(), "plain.bin")
+    pads = {f"tokenizer.ggml.{key}": x[:-5] + more for key, x, more in (
+        ("tokens", tokens, [f"[PAD{i}]" for i in range(5)]), ("token_type", types, [4] * 5))}
+    run(make(changes=pads | {"tokenizer.ggml.eos_token_ids": [ck.eos, ck.eos - 2, ck.eos + 1]}), "out.bin")
+    found, expected = (files(tmp_path / name) for name in ("out.bin", "plain.bin"))
+    assert found[:2] == expected[:2] and found[2].pop(b"stop") == struct.pack("<3I", ck.eos, ck.eos - 2, ck.eos + 1)
+    assert expected[2].pop(b"stop") == struct.pack("<2I", ck.eos, ck.eos - 2) and found[2] == expected[2]
 
 
 @pytest.mark.parametrize("same", [True, False])
@@ -150,6 +167,16 @@ def several(checkpoint, tmp_path):
         write(folder / f"tiny-{kind.name}.gguf", values(ck), blocks(ck, kind))
     ck.dtype = "BF16"
     write_parts(folder / "BF16/tiny-BF16", ck, 2)
+
+
+@pytest.mark.parametrize("beside", ["mtp-tiny-Q8_0.gguf", "imatrix.gguf", "tiny-imatrix.gguf", "x/Tiny-Eagle3-Q8_0.gguf", "tiny-draft-Q8_0.gguf",
+                                    "tiny-DFlash-Q8_0.gguf", "imatrix_unsloth.gguf", "tiny-MTP-Q8_0.gguf"])
+@pytest.mark.parametrize("wanted, default", [("", ""), ("", "Q8_0"), ("Q8_0", ""), ("q8_0", "Q8_0")])
+def test_what_lies_beside_a_model(beside, wanted, default):
+    """A drafter or llama-imatrix's file is chosen by its own name alone, unless there is nothing else."""
+    files = ["drafts-Q8_0.gguf", beside]
+    assert export.choose_gguf("", files, wanted, default) == ["drafts-Q8_0.gguf"]
+    assert export.choose_gguf("", files, beside, default) == [beside] == export.choose_gguf("", [beside, "x.txt"], "", default)
 
 
 FILES = """README.md config.json mmproj-tiny-Q8_0.gguf tiny-mmproj-F16.gguf BF16/mmproj-BF16.gguf
@@ -519,6 +546,7 @@ BAD = [  # changes of the metadata, of the tensors, the message
     ({}, shape("blk.0.attn_q.bias", 128), "left over: blk.0.attn_q.bias"),
     ({}, shape("blk.0.attn_q.weight", 64, 128),
               r"shape of blk.0.attn_q.weight, expected \[128, 64\], found \[64, 128\]"),
+    ({"qwen3.attention.head_count_kv": [2, 1]}, None, "shape of blk.0.attn_k.weight, expected .128, 64., found .64, 64."),
     ({}, lambda t: t.update({"output_norm.weight": (np.zeros(64, np.int32), Kind.I32)}),
                  "dtype of output_norm.weight.*I32"),
 ]
@@ -549,6 +577,13 @@ def test_refused(checkpoint, refuses, tmp_path, config, changes, spoil, pattern)
     refuses(write(tmp_path / "model.gguf", values(ck) | changes, tensors), "model.gguf", pattern)
 
 
+@pytest.mark.parametrize("divides", [True, False])
+def test_shares_of_experts(checkpoint, make, exported_bytes, tmp_path, divides):
+    """Ollama's files have norm_topk_prob."""
+    ck = checkpoint("BF16", **experts(3, used=2, norm_topk_prob=divides))
+    assert exported_bytes(make(ck, Kind.BF16, {"qwen3moe.norm_top_k_prob": divides})) == ck.expected()
+
+
 def test_a_classifier_is_compared_lazily(checkpoint, make, run, tmp_path, monkeypatch):
     """Not further than to the first difference, and not at all where both may be holes of any size."""
     path, read, read_bytes = make(checkpoint("F32", tie_word_embeddings=False)), [], export.Tensor.read_bytes
@@ -560,6 +595,16 @@ def test_a_classifier_is_compared_lazily(checkpoint, make, run, tmp_path, monkey
     huge = {f"{name}.weight": export.Tensor(name, Path("nowhere"), 0, "F32", (1 << 20, 1 << 12))
             for name in ("embed_tokens", "lm_head")}
     assert export.drop_copy(huge) == huge
+
+
+@pytest.mark.parametrize("kind", [4, 31, 99, 139, 2 ** 32 - 1])
+def test_kinds_that_the_package_does_not_know(make, run, kind):
+    """Of a fork, of a newer llama.cpp, or removed: another download would not help."""
+    path = make()
+    data = path.read_bytes()
+    at = data.index(b"blk.1.attn_q.weight") + 19 + 4 + 2 * 8
+    path.write_bytes(data[:at] + struct.pack("<I", kind) + data[at + 4:])
+    refused(run(path, "out.bin"), f"model.gguf: dtype of blk.1.attn_q.weight, expected one that the gguf package knows, found number {kind}$")
 
 
 def test_big_endian(checkpoint, refuses, tmp_path):
