@@ -29,7 +29,8 @@ Without OUT.bin the name is that of the checkpoint or the GGUF file + ".bin", wi
     --bits 8|4         bits of a weight in the layers' matrices; the embedding and the classifier
                        have 8. Four make half the file, answer 1.2 to 1.7 times as fast, and cost
                        quality. The default is 8, but 4 for a GGUF file with most weights in Q4_0,
-                       IQ4_NL or Q1_0: these are copied, the rest is quantized with the same levels
+                       IQ4_NL or Q1_0: these are copied, matrices (v, say) that mostly have over 5
+                       bits there have 8, the rest is quantized with the same levels
     --group-size N     weights per quantization scale: 32, 64, 128 or 256. The default is 64, but 32
                        where 64 does not divide the model's dimensions, with four bits, and for a
                        GGUF file mostly in Q8_0: its groups of 32 are copied, of Q1_0 up to 128
@@ -263,7 +264,7 @@ class Notices:
 
 # A source is untrusted, so reading it has bounds. JSON takes up to 36 times its bytes once parsed.
 SETTINGS_SIZE = 1 << 20  # bytes of config.json and the like
-TENSORS_SIZE = 8 << 20  # bytes of the index, or of a shard's header
+TENSORS_SIZE = 16 << 20  # bytes of the index (of 93,000 tensors 10 MB), or of a shard's header
 TOKENIZER_SIZE = 20 << 20  # bytes of tokenizer.json (Qwen3.5's: 13 or 20 MB) or a GGUF's metadata
 MOST_TENSORS = 100_000  # in all files together; Qwen3-235B-A22B has 36,000
 MOST_IDS = 1000  # ids that end an answer, or that a post-processor adds to a text; as in qwen3.c
@@ -413,6 +414,7 @@ class Source(NamedTuple):
     open_tensors: Callable[[], dict[str, Tensor]]  # by name without "model."; downloads the hub's
     downloads: Callable[[], list[Room]] = list  # the space that open_tensors() needs
     dtypes: Counter[str] = Counter()  # of a GGUF file: each, and how many layers' weights have it
+    eight_bits: int = 0  # of a GGUF file: bit i says that most of MATRICES[i] has over 5 bits
     origin: str = ""  # the GGUF file or the place on the hub; of a folder its name says it
 
     def file(self, name: str) -> Path:
@@ -704,6 +706,8 @@ def refuse_folder(where: object, what: str, expected: str, files: Collection[str
     if "adapter_config.json" in files:
         what = "a LoRA adapter, no model"
         expected = "it merged into its base: peft's merge_and_unload(), then save_pretrained()"
+    elif cached := re.fullmatch("models--(.+?)--(.+)", Path(str(where)).name):
+        expected = f"`export.py {cached[1]}/{cached[2]}`, whose cache this folder is"
     elif steps:
         expected = f"`export.py {shlex.quote(f'{where}/checkpoint-{max(steps)}')}`, its newest one"
     refuse(where, what, expected, list_names(sorted(files)))
@@ -762,7 +766,7 @@ def find_model(name: str, revision: str | None, wanted: str) -> Source:
         check_space([need := measure_room(files)])
         hint = (f"the download stays in {folder.parents[1]}; to remove it, delete that folder or "
                 f"run `hf cache rm model/{name}`")
-        Notices.hints += [hint] if need[1] and hint not in Notices.hints else []
+        Notices.hints += [hint] if need[1] and files is not SETTINGS else []
         with downloading(name):
             hub.snapshot_download(name, revision=folder.name, allow_patterns=[*files])
         return folder
@@ -771,7 +775,7 @@ def find_model(name: str, revision: str | None, wanted: str) -> Source:
     utils.logging.set_verbosity_error()  # an error is one line
     if not sys.stderr.isatty():
         utils.disable_progress_bars()
-    hub = HfApi()
+    hub, info = HfApi(), None
     with downloading(name):  # no file yet, but the newest commit's number
         folder = Path(hub.snapshot_download(name, revision=revision, allow_patterns=[]))
         try:
@@ -786,6 +790,9 @@ def find_model(name: str, revision: str | None, wanted: str) -> Source:
         refuse(name, "commit", "40 hexadecimal digits", folder.name)
     Notices.names[str(folder)] = name
     gguf_files = choose_gguf(name, list(sizes), wanted, default="Q8_0")
+    kind = (getattr(info, "gguf", None) or {}).get("architecture")  # of one of its files
+    if gguf_files and kind != "clip" and not any(map(BESIDE.search, sizes)):
+        require(name, "general.architecture", kind, *GGUF_FAMILIES, None)
     origin = "/".join([name, *gguf_files[:1]]) + f" at {folder.name}"
     if gguf_files:
         return read_gguf(fetch(gguf_files) / gguf_files[0])._replace(origin=origin)
@@ -883,8 +890,13 @@ def read_gguf(path: Path) -> Source:
         sampling = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": penalty}
         Notices.hints.append("no sampling settings in the file: Qwen2.5's, -t 0.7 -p 0.8 -k 20 "
                              f"-e {penalty}")
-    dtypes = sum((Counter({tensor.dtype: tensor.size}) for name, tensor in tensors.items()
-                  if "_proj" in name), Counter())
+    dtypes, more = Counter(), Counter()  # more: of each matrix, the weights with over 5 bits
+    kinds = {re.sub(r"\*\.|experts\.#\.", "", name): kind for name, _, kind, *_ in TENSORS}
+    for name, tensor in tensors.items():
+        dtypes[tensor.dtype] += tensor.size * ("_proj" in name)
+        rest = re.sub(r"^layers\.\d+\.|(experts\.\d+|shared_expert)\.", "", name)
+        for _, target in family.has_delta and DEALT.get(rest) or [(0, rest)]:
+            more[kinds.get(target)] += tensor.size * (1 if 8 * tensor.nbytes > 5 * tensor.size else -1)
     return Source(
         path=path, name=PART.sub("", path.name).removesuffix(".gguf"), family=family,
         config=config | {"tie_word_embeddings": "lm_head.weight" not in kept,
@@ -892,7 +904,8 @@ def read_gguf(path: Path) -> Source:
         tokenizer_config={f"{name}_token": next((texts[i] for i in ids if i in texts), None)
                           for name, ids in (("bos", bos), ("eos", eos))},
         generation=sampling | {"eos_token_id": stop_ids}, embedding=pooling == poolings.LAST,
-        chat_template=template, open_tensors=lambda: kept, origin=path.name, dtypes=dtypes)
+        chat_template=template, open_tensors=lambda: kept, origin=path.name, dtypes=dtypes,
+        eight_bits=sum(1 << i for i, matrix in enumerate(MATRICES) if more[matrix] > 0))
 
 
 def read_gguf_config(path: Path, metadata: dict, tensors: dict[str, Tensor]) -> tuple[Family, dict]:
@@ -1190,7 +1203,8 @@ def read_header(source: Source, bits: int | None, group_size: int | None,
         **family.header, **fields, magic=0x616A6331, version=1, group_size=group_size,
         shared_classifier=config.get("tie_word_embeddings") is True or source.embedding,
         rope_scaling=2 if frequencies else 0, layer_bits=4 if bits == 4 else 0, levels=levels,
-        eight_bits=EIGHT_BITS["no_qk_norm" in family.header] if levels == LEVELS.tobytes() else 0)
+        eight_bits=EIGHT_BITS["no_qk_norm" in family.header] if levels == LEVELS.tobytes() else
+        source.eight_bits if bits == 4 else 0)  # what a copied file's maker gave more bits keeps them
     data = np.array(frequencies, "<f4").tobytes()
     tensor = Tensor("rope's frequencies", source.path, 0, "F32", (len(frequencies),), data)
     return header, {"frequencies": tensor} if frequencies else {}
@@ -2238,9 +2252,10 @@ def put_in_panels(output: Output, at: int, encoded: tuple, h: Header) -> Iterato
 
 def map_pieces(work: Callable, outputs: list[Output]) -> Iterator:
     """Yields work(output, piece, its start in the output) of the pieces of the tensors, in a thread
-    for each core (numpy releases the GIL). 64 threads take 0.5 GB."""
+    for each core that this process may use (numpy releases the GIL). 64 threads take 0.5 GB."""
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     total = sum(tensor.nbytes for output in outputs for tensor in output.tensors)
-    with (ThreadPoolExecutor(min(64, os.cpu_count() or 1)) as pool,
+    with (ThreadPoolExecutor(min(64, cores)) as pool,
           tqdm(total=total, unit="B", unit_scale=True, disable=None) as bar):  # None: on terminals
         for output in outputs:
             own, unit = (PANEL * shape[1] if output.bits < 32 else 1 for shape in (
@@ -2305,16 +2320,19 @@ def check_bytes(path: Path, what: str, expected: bytes, found: bytes, start: int
 
 def check_tensors(path: Path, file: BinaryIO, h: Header, outputs: list[Output]) -> tuple:
     """Compares the tensors. Returns the largest rms error, in % of the rms, and whose it is."""
-    def compare(output: Output, piece: Tensor, at: int) -> tuple[float, str]:
+    def compare(output: Output, piece: Tensor, at: int) -> tuple[str, np.ndarray]:
         parts = encode(piece, output.bits, h)
         for offset, part in put_in_panels(output, at, parts, h):
             found = os.pread(file.fileno(), part.nbytes, offset)
             check_bytes(path, piece.name, part.tobytes(), found, offset)
         x = piece.read_fp32().astype(float)  # in fp64 no square is too large
         error = x - decode(*parts, output.bits, h)
-        return 100 * math.sqrt(error @ error / (x @ x or 1)), piece.name
+        return piece.name, np.array([error @ error, x @ x])
 
-    return max(map_pieces(compare, outputs))
+    sums = {}
+    for name, squares in map_pieces(compare, outputs):
+        sums[name] = sums.get(name, 0) + squares
+    return max((100 * math.sqrt(e / (x or 1)), name) for name, (e, x) in sums.items())
 
 
 # ---- The command line: arguments in, one line per message and an exit status out -----------------
@@ -2338,7 +2356,7 @@ def main() -> None:
             places = [frame.lineno for frame in frames if frame.filename == __file__]
             line = (f"{where}: export.py failed, expected no such error (please report this line), "
                     f"found {type(error).__name__}: {line}, in lines {places[-4:]}")
-        lines = [line]
+        lines = [line + "".join(f"; {x}" for x in Notices.hints if x.startswith("the download"))]
     for line in lines:
         say(line)
     sys.exit(status)
@@ -2377,7 +2395,7 @@ def parse_arguments(args: list[str]) -> argparse.Namespace:
 
 
 def refuse_usage(text: str) -> NoReturn:
-    hint = ("OUT.bin follows SOURCE; " if "--outfile" in text else  # llama.cpp's options
+    hint = ("OUT.bin follows SOURCE; " if re.search(r" (-o|--?out(file|put)?)\b", text) else  # others'
             "it is --bits 8 or 4; " if re.search(r"--outtype|--quantize|-q\d", text) else "")
     say(f"{text.removeprefix('argument ')} ({hint}see export.py -h)")
     sys.exit(2)

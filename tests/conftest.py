@@ -783,6 +783,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
     folder: Path
     newest: str                                             # commit
     asked: list
+    metadata: dict = {}                                     # of what the files have, as the real one reads it from them
 
     def do_HEAD(self):
         self.do_GET()
@@ -808,7 +809,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
             self.answer(200, json.dumps([{"type": "file", "path": p, "size": n, "oid": "2" * 40}
                                          for p, n in files.items()]).encode())
         elif path.startswith("/api/models/") and model.is_dir():
-            self.answer(200, json.dumps(commit | {"siblings": [
+            self.answer(200, json.dumps(commit | self.metadata | {"siblings": [
                 {"rfilename": p, "size": n, "blobId": "2" * 40} for p, n in files.items()]}).encode())
         elif "/resolve/" in path and (model / file).is_file():
             data = (model / file).read_bytes()

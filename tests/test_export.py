@@ -47,7 +47,7 @@ def test_order_of_arguments_and_default_name(saved, exports, tmp_path, args, exp
 @pytest.mark.parametrize("args, pattern", [
     ([], "SOURCE"), (["a", "b.bin", "c"], ""), (["a", "b"], ""), (["--what", "a"], "--what"), (["-x"], "-x"), ([""], ""),
     (["a", "--group-size", "48"], "^export.py: --group-size: wrong value, expected 32 or 64 or 128 or 256, found '48' [(]see"),
-    (["a", "--outfile", "b.bin"], "[(]OUT.bin follows SOURCE; see export.py -h"),  # as llama.cpp's programs have it
+    *[(["a", name, "b.bin"], "[(]OUT.bin follows SOURCE; see export.py -h") for name in ("--outfile", "-o", "--output", "--out")],
     *[(["a", *args], f"{' '.join(args)} [(]it is --bits 8 or 4; see") for args in (["--outtype", "q8_0"], ["--quantize"], ["-q4"])],
     (["a", "--group-size", "x"], "found 'x'"), (["a", "--group-size", "064"], "found '064'"),
     (["a", "--group-size"], "--group-size"), (["a", "--chat-template"], "--chat-template"),
@@ -184,6 +184,7 @@ def test_target_that_cannot_be_written(saved, run, tmp_path, out, pattern):
     ("here.gguf", "missing"), ("a/b.gguf", "missing"),
     ("empty", "not a checkpoint, expected config.json or a GGUF file"),
     ("lora", r"a LoRA adapter, no model, expected it merged .*merge_and_unload\(\), then save_pretrained\(\), found adapter_c"),
+    ("models--org--tiny", "not a checkpoint, expected `export.py org/tiny`, whose cache this folder is, found blobs, refs, snapshots$"),
     ("my run", "not a checkpoint, expected `export.py 'my run/checkpoint-1000'`, its newest one, found checkpoint-1000, "),
     *[(f"a b/{name}", "a part of SOURCE, expected `export.py 'a b'`") for name in ("config.json", "pytorch_model.bin")],
     ("a b/page.GGUF", "broken"),           # one beside config.json, by its first bytes
@@ -199,7 +200,8 @@ def test_target_that_cannot_be_written(saved, run, tmp_path, out, pattern):
 def test_what_is_no_source(run, tmp_path, name, pattern):
     (tmp_path / "some.txt").write_text("This is a text, no GGUF file.")
     (tmp_path / "page.gguf").write_text("\n\n<!DOCTYPE html>")
-    for folder in "empty", "my run/checkpoint-200", "my run/checkpoint-1000", "lora", "a b":
+    for folder in ("empty", "my run/checkpoint-200", "my run/checkpoint-1000", "lora", "a b",
+                   *(f"models--org--tiny/{name}" for name in ("blobs", "refs", "snapshots"))):
         (tmp_path / folder).mkdir(parents=True)
     for file in "lora/adapter_config.json", "lora/adapter_model.safetensors", "a b/config.json", "a b/pytorch_model.bin":
         (tmp_path / file).write_text("{}")

@@ -226,6 +226,33 @@ def test_from_the_hub_by_name(several, hub, run, tmp_path, name, file, out):
     assert hub(name.replace("URL", hub.url), "--check")[0] == 0
 
 
+@pytest.mark.parametrize("kind, more, pattern", [
+    ("llama", [], "^export.py: org/tiny-GGUF: general.architecture is not supported, expected qwen2 or .*found 'llama'$"),
+    ("llama", ["mmproj-F16.gguf"], "^export.py: org/tiny-GGUF: general.architecture is not supported"), ("qwen3", [], None), ("clip", [], None),
+    (None, [], None), ("eagle3", ["tiny-eagle3.gguf"], None)])
+def test_another_family_on_the_hub(checkpoint, hub, tmp_path, monkeypatch, kind, more, pattern):
+    """The hub says it before anything is downloaded; it may speak of what lies beside the model."""
+    ck = checkpoint()
+    folder = tmp_path / "hub/org/tiny-GGUF"
+    folder.mkdir(parents=True)
+    write(folder / "tiny.gguf", values(ck), blocks(ck, Kind.F16))
+    for name in more:
+        (folder / name).write_text("")
+    monkeypatch.setattr(Hub, "metadata", {"gguf": {"architecture": kind, "total": 1}} if kind else {})
+    if pattern:
+        refused(hub("org/tiny-GGUF"), pattern)
+    else:
+        assert hub("org/tiny-GGUF")[0] == 0
+    assert hub.asked() == (set() if pattern else {"tiny.gguf"})
+
+
+def test_where_a_refused_download_lies(checkpoint, hub, tmp_path):
+    (tmp_path / "hub/org/tiny-GGUF").mkdir(parents=True)
+    write(tmp_path / "hub/org/tiny-GGUF/tiny.gguf", values(checkpoint()) | {"general.architecture": "llama"}, {})
+    for more in f"; the download stays in {hub.cache}/models--org--tiny-GGUF; to remove it, delete that folder or run .*$", "'llama'$":
+        refused(hub("org/tiny-GGUF"), f"general.architecture .*{more}")
+
+
 def test_not_on_the_hub(hub, tmp_path):
     folder = tmp_path / "hub/org/tiny-GGUF"
     folder.mkdir(parents=True)
@@ -335,6 +362,33 @@ def test_four_bits_go_over_as_they_are(checkpoint, make, exports, tmp_path, kind
                 assert np.array_equal(found, x)
     assert_embedding(tmp_path / "model-q4.bin", gguf.dequantize(*tensors["token_embd.weight"]), group)
     assert "rms error at most" in exports("model.gguf", "--check")[0]
+
+
+BETTER = {  # matrices, the kind that they have in a file mostly in Q4_0 or IQ4_NL, Header.eight_bits
+    "v": (["attn_v"], "Q5_K", 4), "k and v": (["attn_v", "attn_k"], "Q8_0", 6), "o": (["attn_output"], "Q6_K", 8), "down": (["ffn_down"], "F16", 32),
+    "q and gate": (["attn_q.", "ffn_gate."], "Q5_0", 17), "half": (["blk.0.attn_v"], "Q8_0", 0), "no more": (["attn_v"], "Q4_1", 0),
+    "all": (["attn_k", "attn_v", "ffn_up", "attn_output"], "BF16", 78)}
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "IQ4_NL"])
+@pytest.mark.parametrize("which", BETTER)
+def test_what_has_more_bits_keeps_them(checkpoint, make, exports, tmp_path, which, kind):
+    """Uploaders give some matrices more on purpose, llama.cpp v. What is in 8 bits is as exact as in a file in Q8_0."""
+    parts, better, expected = BETTER[which]
+    ck = checkpoint("F32", hidden_size=256, intermediate_size=1024, num_attention_heads=4, num_key_value_heads=4)
+    tensors = random_tensors(ck, Kind[kind])
+    for part in parts:
+        tensors |= random_tensors(ck, Kind[better], part) if "_K" in better else {
+            name: (gguf.quantize(x, Kind[better]), Kind[better]) for name, x in with_experts_joined(ck.tensors).items() if part in name}
+    exports(make(ck, tensors=tensors), "out.bin")
+    data = Path("out.bin").read_bytes()
+    assert struct.unpack_from("<2I", data, 0x68) == (4, expected) and list(np.frombuffer(data, "i1", 16, 0x70)) == FOUR_BITS[kind]
+    w = reference.Model.from_bin(tmp_path / "out.bin", "weights").w
+    for i, (ours, theirs) in enumerate(MATRICES.items()):
+        if expected >> i & 1:
+            x = dequantize(*tensors[gguf_name(f"layers.1.{theirs}.weight")])
+            assert ((w[ours][1].dense - x) ** 2).sum() <= (0 if better == "Q8_0" else 1e-4) * (x ** 2).sum()
+    assert "out.bin matches model.gguf" in exports("model.gguf", "out.bin", "--check")[0]
 
 
 def ffn_in_q4_0(ck):

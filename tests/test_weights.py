@@ -1,6 +1,8 @@
 """OUT.bin byte for byte: what export.py makes of each kind of checkpoint, and in what pieces."""
 import os
 import resource
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -180,8 +182,11 @@ def test_pieces_and_threads_change_nothing(checkpoint, exports, exported_bytes, 
     whole = exported_bytes(ck, *args)
     exports("--check", "in", "out.bin")
     monkeypatch.setattr(export, "PIECE", 64 * 7)
-    monkeypatch.setattr(os, "cpu_count", lambda: 1)
-    assert exported_bytes("in", *args) == whole and (bits == 4 or whole == ck.expected(group))
+    pools = []
+    monkeypatch.setattr(export, "ThreadPoolExecutor", lambda n: pools.append(n) or ThreadPoolExecutor(n))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {7}, raising=False)  # of taskset, say
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert exported_bytes("in", *args) == whole and (bits == 4 or whole == ck.expected(group)) and pools == [1]
 
 
 BESIDE = {"hidden_size": 32, "num_hidden_layers": 1, "rms_norm_eps": 1e-3, "rope_theta": 7, "use_sliding_window": True,
