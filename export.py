@@ -426,19 +426,25 @@ def normalize_config(where: Path, config: dict) -> tuple[Family, dict]:
     """The family of a config.json, and its values, each under the one key that others read."""
     # Of what stands beside text_config these keys alone count.
     if text_config := read_value(where, config, "text_config", dict):
-        top = ("architectures", "model_type", "quantization_config", "quantization",
+        top = ("architectures", "model_type", "auto_map", "quantization_config", "quantization",
                "tie_word_embeddings", "bos_token_id", "eos_token_id")
         config = text_config | {key: config[key] for key in top if config.get(key)}
     get = partial(read_value, where, config)
     names = list_names([str(x) for x in get("architectures", list) or [config.get("model_type")]])
-    if not (family := next((row for row in FAMILIES if names in row.architectures.split()), None)):
+    # Of a wrapper or a class of one's own model_type says it, but not with another head or code.
+    other = "auto_map" in config or re.search("VLMoe|For(?!(CausalLM|ConditionalGeneration)$)", names)
+    known = [row for name in (names, other or config.get("model_type")) for row in FAMILIES
+             if name in row.architectures.split()]
+    if not known:
         refuse(where, "not Qwen3's architecture", "the model that it was made from; of a reranker "
                "qwen3 gives the scores by -o 'yes|no'" if "ForSequenceClassification" in names else
                " ".join(row.architectures for row in FAMILIES), names)
+    if names not in (family := known[0]).architectures.split():
+        Notices.hints.append(f"{names} is not known: taken for its model_type, {config['model_type']}")
     quantized, mlx = get("quantization_config", dict), config.get("quantization")
-    if quantized or mlx:
-        refuse(where, "its quantized weights", "the unquantized checkpoint or a GGUF file",
-               "MLX weights" if mlx else quantized.get("quant_method", quantized))
+    if quantized or mlx:  # refuse()'s arguments: it may be what a training left beside whole weights
+        quantized = (where, "its quantized weights", "the unquantized checkpoint or a GGUF file",
+                     "MLX weights" if mlx else quantized.get("quant_method", quantized))
     sliding = (config.get("use_sliding_window") and config.get("sliding_window", 4096) is not None
                and read_number(where, config, "max_window_layers", 28)
                < read_number(where, config, "num_hidden_layers"))
@@ -458,7 +464,7 @@ def normalize_config(where: Path, config: dict) -> tuple[Family, dict]:
         for key in "rms_norm_eps", "num_key_value_heads", "rope_theta":
             read_number(where, config | rope, key)
     experts = config.get("num_local_experts", config.get("num_experts"))
-    return family, config | {"rope": rope, "num_experts": experts}
+    return family, config | {"rope": rope, "num_experts": experts, "quantized": quantized}
 
 
 def read_interval(where: Path, config: dict) -> Any:
@@ -573,7 +579,8 @@ def read_folder(folder: Path, of_hub: bool = False) -> Source:
                              "lack it, peft's merge_and_unload() and save_pretrained() merge it")
     older = {str(i): {"content": text, "special": False}
              for text, i in read_json(folder / "added_tokens.json").items()}
-    tokenizer_config = {"added_tokens_decoder": older} | read_json(folder / "tokenizer_config.json")
+    tokenizer_config = {"added_tokens_decoder": older} | read_json(  # may have all added tokens, too
+        folder / "tokenizer_config.json", SETTINGS_SIZE + max(0, TOKENIZER_SIZE - path.stat().st_size))
     here = Path(os.path.abspath(folder))
     cached = re.search(r"/models--.+?--([^/]+)/snapshots/[0-9a-f]+$", str(here))
     return Source(
@@ -636,21 +643,25 @@ def is_embedding(folder: Path) -> bool:
 
 def open_checkpoint(folder: Path, family: Family) -> dict[str, Tensor]:
     """Name without "model." -> tensor, of all files with weights."""
-    tensors: dict[str, Tensor] = {}
+    tensors, stored = {}, []
     for file, listed in list_weights(folder, os.listdir(folder)).items():
         of_file = open_safetensors(folder / file)
         if listed and (wrong := sorted(of_file.keys() ^ set(listed))):
             refuse(folder / INDEX, "its shards hold other tensors (download them again)",
                    "those that it lists", f"a difference in {list_names(wrong)}")
-        for name, tensor in of_file.items():
-            mlx = family.has_delta and name.startswith("language_model.")
-            name = re.sub(r"^(language_model\.|model\.)+", "", name)
-            kind = re.sub(r"^layers\.\d+\.", "", name) if family.has_delta else ""
-            change, shape = DELTA_CHANGES.get(kind), tensor.shape
-            if mlx:  # its norms have their 1, its convolutions are (channels, taps, one)
-                change = None if "norm" in kind else change
-                shape = shape[:1] + shape[:0:-1] if "conv1d" in kind else shape
-            add_tensor(tensors, name, tensor._replace(change=change, shape=shape))
+        stored += of_file.items()
+    # MLX's norms have their 1, its convolutions are (channels, taps, one).
+    mlx = any(re.match(r"language_model\..*conv1d", name) and tensor.shape[2:] == (1,)
+              for name, tensor in stored)
+    start = os.path.commonprefix([name for name, _ in stored]).rfind(".") + 1  # after a wrapper's name
+    for name, tensor in stored:
+        name = re.sub(r"^(language_model\.|model\.)+|\b_\w+_mod(ule)?\.", "", name[start:])
+        kind = re.sub(r"^layers\.\d+\.", "", name) if family.has_delta else ""
+        change, shape = DELTA_CHANGES.get(kind), tensor.shape
+        if mlx:
+            change = None if "norm" in kind else change
+            shape = shape[:1] + shape[:0:-1] if "conv1d" in kind else shape
+        add_tensor(tensors, name, tensor._replace(change=change, shape=shape))
     return tensors
 
 
@@ -797,6 +808,9 @@ def find_model(name: str, revision: str | None, wanted: str) -> Source:
     if gguf_files:
         return read_gguf(fetch(gguf_files) / gguf_files[0])._replace(origin=origin)
     source, weights = read_folder(fetch(SETTINGS), True), partial(list_weights, folder, sizes)
+    stored = getattr(getattr(info, "safetensors", None), "parameters", {})  # dtype -> weights
+    if source.config["quantized"] and stored.keys() - FLOAT_TYPES:
+        refuse(*source.config["quantized"])
     return source._replace(origin=origin, downloads=lambda: [measure_room(weights())],
                            open_tensors=lambda: open_checkpoint(fetch(weights()), source.family))
 
@@ -1795,16 +1809,22 @@ def make_tokenizer(source: Source, vocab_size: int) -> tuple[bytes, bytes]:
     if mode == GENERATE and source.chat_template:
         Notices.hints.append("the end of a chat's turn ends no text, as in a base model: qwen3 "
                              "will continue texts; if it was tuned to chat, run it with -m chat")
-    generation, defaults = source.generation, {  # transformers' but do_sample, which is false there
-        "temperature": 1.0, "top_p": 1.0, "top_k": 50, "do_sample": True}
-    penalty = read_number(path, generation, "repetition_penalty", 1.0)
-    if ignored := [f"{key} {generation[key]!r}" for key in UNKNOWN
-                   if generation.get(key) not in (None, 0, 1, [])]:
+    generation = {key: int(value) if type(value) is float and value.is_integer() else value
+                  for key, value in source.generation.items() if value is not None}  # top_k 20.0
+    # transformers' but do_sample, which is false there
+    settings = {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "repetition_penalty": 1.0}
+    odd = [key for key in UNKNOWN if generation.get(key) not in (None, 0, 1, [])]
+    for key, default in settings.items():
+        try:
+            settings[key] = read_number(path, generation, key, default)
+        except Refused:  # it is advice, and transformers can't follow it either
+            odd.append(key)
+    if odd:
         Notices.hints.append(f"{path.name}: ignored, as only options or nothing at all sets them: "
-                             + ", ".join(ignored))
-    given = {key: generation[key] for key in defaults if generation.get(key) is not None}
-    numbers = [read_number(path, defaults | given, k) for k in ("temperature", "top_p", "top_k")]
-    sampling = struct.pack("<2fI", numbers[0] if given.get("do_sample", True) else 0, *numbers[1:])
+                             + ", ".join(f"{key} {generation[key]!r}" for key in odd))
+    given = {"temperature", "top_p", "top_k", "do_sample"} & generation.keys() - {*odd}
+    *numbers, penalty = settings.values()
+    sampling = struct.pack("<2fI", numbers[0] if generation.get("do_sample", True) else 0, *numbers[1:])
     plain = b""
     if "Qwen3_5" in source.family.architectures and mode == CHAT and not given:  # 0.8B to 9B
         sampling, plain = (struct.pack("<2fIf", *card) for card in ((1.0, 0.95, 20, 1.5),
@@ -1846,7 +1866,7 @@ def find_end_ids(source: Source, added: dict, eos_token: str | None) -> tuple[in
     """(bos, eos, the ids that end an answer). The ids of config.json and generation_config.json end
     a text; tokenizer_config.json's eos_token may be one more, which ends a chat's turn."""
     (config_bos, config_eos), (generation_bos, generation_eos) = (
-        [read_ids(source.file(name), values.get(f"{role}_token_id")) for role in ("bos", "eos")]
+        [read_ids(source.file(name), values.get(f"{role}_token_id"), added) for role in ("bos", "eos")]
         for name, values in (("config.json", source.config),
                              ("generation_config.json", source.generation)))
     end_of_text, end_of_turn = ([added[text][0]] if text in added else []
@@ -1860,9 +1880,10 @@ def find_end_ids(source: Source, added: dict, eos_token: str | None) -> tuple[in
     return bos[0], eos[0], stop_ids
 
 
-def read_ids(where: Path, value: object) -> list[int]:
-    """eos_token_id and the like: absent, one id or a list of them."""
+def read_ids(where: Path, value: object, added: dict = {}) -> list[int]:
+    """eos_token_id and the like: absent, one id or a list of them, or texts of added tokens."""
     ids = value if isinstance(value, list) else [] if value is None else [value]
+    ids = [added[i][0] if type(i) is str and i in added else i for i in ids]
     if not all(type(i) is int and 0 <= i < 2**32 for i in ids):
         refuse(where, "token id", "an id or a list of ids", repr(value))
     return ids
@@ -2158,6 +2179,11 @@ def match_tensors(source: Source, h: Header, computed: dict) -> tuple[Header, li
     none may be missing or of another shape, nor left over in a GGUF file. A classifier of its own
     counts, as in transformers 5, whatever the config says. Of two tied ones either is enough."""
     where, opened = source.path, source.open_tensors() | computed
+    if quantized := source.config.get("quantized"):
+        usual = re.compile(r"(?!layers\.).*|.*(\.weight|bias|A_log|_proj|inv_freq)")
+        if any(not (usual.fullmatch(name) and x.dtype in FLOAT_TYPES) for name, x in opened.items()):
+            refuse(*quantized)
+        Notices.hints.append("quantization_config counts for nothing: the weights are whole")
     if h.shared_classifier and not source.embedding and "lm_head.weight" in opened:
         opened.setdefault("embed_tokens.weight", opened["lm_head.weight"])
         opened = drop_copy(opened)

@@ -308,6 +308,21 @@ def with_config(folder: Path, changes: dict) -> Path:
     return folder
 
 
+def with_tensors(folder: Path, dtype: str, shapes: dict) -> Path:
+    """Adds tensors of zeros to a saved checkpoint's model.safetensors, or puts them in others' place."""
+    data = (folder / "model.safetensors").read_bytes()
+    size, = struct.unpack("<Q", data[:8])
+    head, data = json.loads(data[8:8 + size]), data[8 + size:]
+    end, size_of = len(data), {"U8": 1, "F8_E4M3": 1, "BF16": 2, "F16": 2}
+    head |= {f"visual.{name}": head.pop(name) for name in shapes if name in head}  # they stay, by another name
+    for name, shape in shapes.items():
+        begin, end = end, end + size_of.get(dtype, 4) * math.prod(shape)
+        head[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(head).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data + bytes(end - len(data)))
+    return folder
+
+
 def vision_language(ck, tied=True):
     """The checkpoint as the text part of a Qwen3-VL, in the layout of the published ones."""
     text = ck.config | {"model_type": "qwen3_vl_text", "rope_scaling": {

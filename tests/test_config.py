@@ -1,12 +1,13 @@
 """config.json and the other settings: the header of OUT.bin, and what is refused."""
 import math
 import struct
+from pathlib import Path
 
 import numpy as np
 import pytest
 import reference
-from checkpoints import MIXTURE, YARN, vision_language, with_config
-from conftest import export_py as export, refused
+from checkpoints import MIXTURE, YARN, vision_language, with_config, with_tensors
+from conftest import export_py as export, refused, split_tokenizer
 
 
 # name -> (changes of config.json, the header from 0x30: theta, eps, kind, factor, original length,
@@ -139,9 +140,11 @@ BAD_CONFIG = [
     ({"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported, expected False, found True"),
     ({"architectures": None}, "architecture", "found None$"),
     ({"architectures": [], "model_type": "qwen4_exp"}, "architecture", "found qwen4_exp$"),
+    *[({"model_type": "qwen3", "architectures": [name]} | more, f"not Qwen3's architecture.*found {name}$") for name, more in (
+        ("Qwen3ForSequenceClassification", {}), ("Qwen3ForGuardModel", {}), ("FSDPQwen3ForTokenClassification", {}),
+        ("MyQwen3ForCausalLM", {"auto_map": {"AutoModelForCausalLM": "mine.MyQwen3ForCausalLM"}}))],
+    ({"model_type": "qwen4_exp", "architectures": ["FSDPQwen3ForCausalLM"]}, "architecture", "found FSDPQwen3ForCausalLM$"),
     ({"architectures": ["Qwen2ForCausalLM"]}, "missing:.*proj.bias.*left over:.*norm"),   # Qwen3's tensors
-    ({"quantization_config": {"quant_method": "fp8"}}, "unquantized", "a GGUF file, found fp8$"),
-    ({"quantization": {"group_size": 64, "bits": 4}}, "unquantized", "a GGUF file, found MLX weights$"),
     ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
      "use_sliding_window", "full_attention"),
     ({"use_sliding_window": True, "max_window_layers": 0}, "its sliding window", "found 'sliding'"),
@@ -211,12 +214,56 @@ BAD_EXPERTS = [
 ]
 
 
-BAD_GENERATION = [
-    ({"top_p": 1e-50}, "top_p.*found 1e-50"), ({"top_p": 1.1}, "top_p.*to 1, found 1.1"),
-    ({"temperature": 1e7}, "temperature"), ({"top_k": 2 ** 31}, "top_k"), ({"top_k": 1.5}, "top_k"),
-    ({"repetition_penalty": 1e-30}, "repetition_penalty.*1e-06.*found 1e-30"),
-    ({"repetition_penalty": float("inf")}, "repetition_penalty")
-]
+@pytest.mark.parametrize("key, value, clear", [
+    *[("top_k", x, None) for x in (-1, 2 ** 31, 1.5, "20", True)], *[("top_p", x, None) for x in (0.0, 1e-50, 1.1, -1)],
+    *[("temperature", x, None) for x in (-1, 1e7, "hot", float("nan"))],
+    *[("repetition_penalty", x, None) for x in (0, 1e-30, float("inf"), "1.1")],
+    ("top_k", 20.0, 20), ("temperature", 1, 1.0), ("temperature", 0.0, 0), ("eos_token_id", "END", "its id"),
+    ("eos_token_id", ["END"], ["its id"]), ("bos_token_id", "END", "its id")])
+def test_odd_settings(checkpoint, run, tmp_path, key, value, clear):
+    """They are advice: one that is out of bounds counts as if it were not there, and a hint names it. A clear one in another
+    form needs none."""
+    ck, found = checkpoint(), []
+    forms = {"END": "<|im_end|>", "its id": ck.eos}
+    for name, x in ("odd", value), ("clear", clear):
+        ck.generation[key] = [forms[y] for y in x] if isinstance(x, list) else forms.get(x, x)
+        status, err = run(ck.save(tmp_path / name), f"{name}.bin")
+        said = [line for line in err if f"generation_config.json: ignored, as only options or nothing at all sets them: {key} " in line]
+        assert status == 0 and len(said) == (name == "odd" and clear is None), err
+        plain, sections = split_tokenizer(Path(f"{name}.bin.tokenizer").read_bytes())
+        found.append((plain, sections | {b"from": b""}))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("architecture, kind", [("FSDPQwen3ForCausalLM", "qwen3"), ("MyModel", "qwen3"), ("Qwen3NextModel", "qwen3_next"),
+                                                ("FSDPQwen3VLForConditionalGeneration", "qwen3_vl"), ("LMHeadModel", "qwen2")])
+def test_a_model_type_beside_an_unknown_class(architecture, kind):
+    """A wrapper's name, or a class of one's own."""
+    export.Notices.hints.clear()
+    config = {"model_type": kind, "architectures": [architecture]} | NUMBERS
+    assert kind in export.normalize_config("config.json", config)[0].architectures.split()
+    assert export.Notices.hints == [f"{architecture} is not known: taken for its model_type, {kind}"]
+
+
+UP, BNB = "layers.0.mlp.up_proj.weight", {"quantization_config": {"quant_method": "bitsandbytes"}}
+
+
+@pytest.mark.parametrize("config, said", [
+    (BNB, "bitsandbytes"), ({"quantization_config": {"quant_method": "fp8"}}, "fp8"), ({"quantization": {"bits": 4}}, "MLX weights")])
+@pytest.mark.parametrize("more, dtype", [
+    ({}, None), ({UP: (64, 64)}, "U8"), ({UP: (192, 64)}, "F8_E4M3"), ({UP: (12288, 1), UP + ".absmax": (192,)}, "BF16"), ({UP + "_scale_inv": (2, 1)}, "F32"),
+    ({UP.replace("weight", "qweight"): (8, 192)}, "I32"), ({UP.replace("weight", "scales"): (192, 2)}, "F16")])
+def test_quantization_config(checkpoint, run, tmp_path, config, said, more, dtype):
+    """It may be what a merge or a training left: the weights decide."""
+    ck = checkpoint()
+    expected, ck.config = ck.expected(), ck.config | config
+    folder = ck.save(tmp_path / "in")
+    if more:
+        with_tensors(folder, dtype, {f"model.{name}": shape for name, shape in more.items()})
+        return refused(run(folder, "out.bin"), f"in/config.json: its quantized weights, expected the unquantized .*a GGUF file, found {said}$")
+    status, err = run(folder, "out.bin")
+    assert status == 0 and Path("out.bin").read_bytes() == expected
+    assert "export.py: quantization_config counts for nothing: the weights are whole" in err
 
 
 BAD_VISION = [
@@ -226,17 +273,14 @@ BAD_VISION = [
 
 @pytest.mark.parametrize("kind, changes, patterns", [
     (kind, changes, patterns) for kind, rows in (
-        ("plain", BAD_CONFIG), ("experts", BAD_EXPERTS), ("vision", BAD_VISION), ("generation", BAD_GENERATION))
+        ("plain", BAD_CONFIG), ("experts", BAD_EXPERTS), ("vision", BAD_VISION))
     for changes, *patterns in rows])
 def test_config_refused(checkpoint, refuses, tmp_path, kind, changes, patterns):
     name, changes = (changes, {}) if isinstance(changes, str) else ("in", changes)
     ck = checkpoint(**MIXTURE) if kind == "experts" else checkpoint()
-    if kind == "generation":
-        ck.generation |= changes
     folder = (vision_language(ck) if kind == "vision" else ck).save(tmp_path / name)
-    if kind != "generation":
-        with_config(folder, changes)
-    refuses(folder, "generation_config.json: " if kind == "generation" else "", *patterns)
+    with_config(folder, changes)
+    refuses(folder, *patterns)
 
 
 @pytest.mark.parametrize("name, content, patterns", [
@@ -254,10 +298,6 @@ def test_config_refused(checkpoint, refuses, tmp_path, kind, changes, patterns):
     ("tokenizer_config.json", '{"chat_template": [1]}', ["tokenizer_config.json: broken"]),
     ("tokenizer_config.json", '{"chat_template": 5}', ["in: chat_template, expected a text, found 5"]),
     ("tokenizer_config.json", '{"added_tokens_decoder": {"9": {"content": "<think>", "special": 1}}}', ["<think>"]),
-    ("generation_config.json", '{"temperature": -1}', ["temperature", "-1"]),
-    ("generation_config.json", '{"temperature": "hot"}', ["temperature", "a number", "'hot'"]),
-    ("generation_config.json", '{"repetition_penalty": 0}', ["repetition_penalty", "0"]),
-    ("generation_config.json", '{"repetition_penalty": "1.1"}', ["repetition_penalty", "'1.1'"]),
     ("modules.json", "[1]", ["modules.json: broken"]),
     ("modules.json", '[{"type": "x.Pooling", "path": "1_Pooling"}]', ["expected Transformer, Pooling, Norm", "found Pooling$"]),
     ("generation_config.json", '{"eos_token_id": ["x"]}', ["token id", "'x'"]),

@@ -12,7 +12,7 @@ import ggufs
 import numpy as np
 import pytest
 import reference
-from checkpoints import SENTENCES, with_config
+from checkpoints import SENTENCES, make_embedding, with_config
 from conftest import export, perplexity, qwen3, refused, split_tokenizer
 
 MOE = {"shared_expert_intermediate_size", "num_experts_per_tok"}
@@ -38,7 +38,7 @@ def test_eight_bits(tmp_path, model, tokenizer35, run, layout, group):
 
 
 def test_mlx(tmp_path, model, tokenizer35, run):
-    """With a checkpoint's convolutions its norms would need a 1: then nobody knows."""
+    """The shape of its convolutions says that its norms have their 1, not its names."""
     if model.kind == "next":
         pytest.skip("it has no such name")
     model.tensors |= {name: deltas.bf16(x + 1) - 1 for name, x in model.tensors.items()
@@ -46,9 +46,14 @@ def test_mlx(tmp_path, model, tokenizer35, run):
     config, tensors = model.mlx()
     out = export(deltas.save(tmp_path / "hf", config, tensors, tokenizer35), tmp_path / "out.bin")
     assert out.read_bytes() == reference.Model.from_tensors(*model.published()).to_bytes()
-    tensors = {name: x.swapaxes(1, 2) if "conv1d" in name else x for name, x in tensors.items()}
-    deltas.save(tmp_path / "hf", config, tensors, tokenizer35)
-    refused(run("hf", "out.bin"), "shape of language_model.model.layers.0.linear_attn.conv1d.weight")
+    _, tensors = model.published()
+    tensors = {name.replace("model.language_model.", "language_model.model."): x for name, x in tensors.items()}
+    out.unlink()
+    export(deltas.save(tmp_path / "hf", config, tensors, tokenizer35), out)
+    assert out.read_bytes() == reference.Model.from_tensors(*model.published()).to_bytes()
+    name = "language_model.model.layers.0.linear_attn.conv1d.weight"  # MLX's alone
+    deltas.save(tmp_path / "hf", config, tensors | {name: tensors[name].swapaxes(1, 2)}, tokenizer35)
+    refused(run("hf", "out.bin"), "shape of language_model.model.layers.[12].linear_attn.conv1d.weight")
 
 
 @pytest.mark.parametrize("model, kind, how", [
@@ -211,6 +216,17 @@ def test_whole_and_in_parts(tmp_path, tokenizer35, run, kind, name, shape, first
     more = {f"{prefix}layers.{name}.weight": np.ones(shape, np.float32)}
     deltas.save(tmp_path / "hf", config, more | tensors if first else tensors | more, tokenizer35)
     refused(run("hf", "out.bin"), "tensors, expected each once.* twice")
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3_5TextModel", "Qwen3_5Model"])
+def test_embedding_models(tmp_path, tokenizer35, run, architecture):
+    config, tensors = deltas.Delta("dense").saved()
+    folder = deltas.save(tmp_path / "hf", config | {"architectures": [architecture]},
+                         {name.removeprefix("model."): x for name, x in tensors.items()}, tokenizer35)
+    make_embedding(folder)
+    status, err = run("hf", "out.bin")
+    assert status == 0 and not any("not known" in line for line in err)
+    assert (tmp_path / "out.bin").read_bytes() == reference.Model.from_tensors(config, tensors).to_bytes()
 
 
 def test_yarn(tmp_path, tokenizer35):

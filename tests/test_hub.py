@@ -153,6 +153,16 @@ def test_refused_before_the_weights_come(checkpoint, hub, tmp_path, config, out,
     assert "model.safetensors" not in hub.asked()
 
 
+@pytest.mark.parametrize("stored, refuses", [({"F8_E4M3": 9, "BF16": 1}, True), ({"U32": 9, "F16": 1}, True), ({"BF16": 9}, False), (None, False)])
+def test_quantized_weights_are_not_downloaded(checkpoint, hub, tmp_path, monkeypatch, stored, refuses):
+    """The hub knows the dtypes of a checkpoint whose quantization_config may be left from a training."""
+    checkpoint(quantization_config={"quant_method": "fp8"}).save(tmp_path / "hub/org/tiny")
+    monkeypatch.setattr(Hub, "metadata", {"safetensors": {"parameters": stored, "total": 10}} if stored else {})
+    status, err = hub("org/tiny")
+    assert status == refuses and ("model.safetensors" in hub.asked()) != refuses and "quantiz" in " ".join(err), err
+    assert ("org/tiny/config.json: its quantized weights, expected" in err[0]) == refuses
+
+
 def test_the_disk_of_a_download(hub_tiny, tmp_path):
     hub = hub_tiny
     hub.cache.mkdir(parents=True)

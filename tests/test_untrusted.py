@@ -117,6 +117,23 @@ def test_large_texts(checkpoint, run, tmp_path, name, size):
     refused(run("in"), f"{name}: too large, expected at most {size} bytes")
 
 
+def test_a_large_tokenizer_config(checkpoint, run, tmp_path):
+    """It may have each added token, too. Together with tokenizer.json it is bounded."""
+    ck = checkpoint(vocab_size=10_000)
+    new = [{"content": f"<|sound_{i}|>", "id": i, **dict.fromkeys(("lstrip", "rstrip", "single_word", "normalized"), False), "special": True}
+           for i in range(len(ck.tokenizer["model"]["vocab"]) + len(ck.tokenizer["added_tokens"]), 9000)]
+    ck.tokenizer["added_tokens"] += new
+    ck.settings["added_tokens_decoder"] = {str(token["id"]): token for token in ck.tokenizer["added_tokens"]}
+    folder = ck.save(tmp_path / "in")
+    file, other = folder / "tokenizer_config.json", folder / "tokenizer.json"
+    assert file.stat().st_size > export.SETTINGS_SIZE and run("in")[0] == 0
+    most = export.SETTINGS_SIZE + export.TOKENIZER_SIZE - other.stat().st_size
+    file.write_bytes(file.read_bytes().ljust(most + 1))
+    refused(run("in"), f"tokenizer_config.json: too large, expected at most {most} bytes")
+    other.write_bytes(other.read_bytes().ljust(export.TOKENIZER_SIZE + 1))
+    refused(run("in"), f"tokenizer_config.json: too large, expected at most {export.SETTINGS_SIZE} bytes")
+
+
 def test_many_tensors(checkpoint, run, tmp_path, monkeypatch):
     folder = checkpoint().save(tmp_path / "in", 2)
     index = folder / "model.safetensors.index.json"

@@ -53,6 +53,16 @@ def test_variants_of_checkpoints(checkpoint, exported_bytes, tmp_path, which):
     assert exported_bytes(ck.save(tmp_path / "in", shards)) == expected
 
 
+@pytest.mark.parametrize("how", ["_orig_mod.", "module.", "base_model.model.", "my.own_class.", "module._orig_mod.", "each layer"])
+def test_names_of_wrappers(checkpoint, exported_bytes, tmp_path, how):
+    """A prefix that all names have, and what torch.compile and FSDP put into them."""
+    ck = checkpoint(tie_word_embeddings=False)
+    expected, stored = ck.expected(), list(ck.stored())
+    ck.stored = lambda: [(name.replace(".self_attn", "._orig_mod.self_attn").replace(".mlp", "._fsdp_wrapped_module.mlp")
+                          if how == "each layer" else how + name, *more) for name, *more in stored]
+    assert exported_bytes(ck.save(tmp_path / "in", 2), lines=2) == expected
+
+
 def join_experts(ck, layout):
     """A layer's experts in one tensor, (experts, out, in), as transformers 5 or MLX calls it."""
     n, t = ck.n_experts, ck.tensors
