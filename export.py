@@ -40,6 +40,11 @@ Without OUT.bin the name is that of the checkpoint or the GGUF file + ".bin", wi
     --check            compares both files with what an export would write; says the largest error
     --version          prints the version
 
+    python export.py --form SCHEMA.json      (or - for stdin; needs no packages)
+
+prints a JSON Schema as a regular expression: `qwen3 -g "$(python export.py --form SCHEMA.json)"`
+answers with what is valid by it. It refuses a keyword that would not be kept, and says its place.
+
 The two files appear when both are complete. What qwen3.c can't run is refused with the reason.
 Exit status: 0 done, 1 refused, failed or different (in one line), 2 wrong usage, 130 after Ctrl-C.
 """
@@ -96,6 +101,320 @@ from pathlib import Path
 from typing import (Annotated, Any, BinaryIO, Callable, Collection, Iterator, NamedTuple, NoReturn,
                     get_type_hints)
 from urllib.parse import unquote
+
+# ---- --form: a JSON Schema as a regular expression, for qwen3's -g -------------------------------
+# It comes before the packages, because it needs none. What the expression matches is valid, and
+# written as models do it: members in the schema's order, a blank or a new line where those have it.
+
+NOTES = "title description default examples deprecated $schema $id $comment $defs definitions"
+BOUNDS = "minimum maximum exclusiveMinimum exclusiveMaximum"
+LIMITS = {"string": "pattern format minLength maxLength", "number": BOUNDS, "integer": BOUNDS,
+          "object": "properties required additionalProperties", "array": "items minItems maxItems",
+          "boolean": "", "null": ""}  # type -> the keywords that limit it
+TYPES = dict(zip([str, float, int, dict, list, bool, type(None)], LIMITS))  # Python's -> a schema's
+CHOICES = {"$ref": "", "const": "type", "enum": "type", "anyOf": "discriminator",
+           "oneOf": "discriminator", "allOf": ""}  # in place of limits -> what may stand beside it
+MOST_CASES, LONGEST_FORM = 1000, 100_000  # bytes: an argument of a command may have 128 KB
+MOST, WHOLE = 10 ** 18 - 1, "(?:0|[1-9][0-9]{0,17})"  # of a number without a bound
+BLANK, HEX = r"(?: |\n {0,24})?", "[0-9A-Fa-f]"
+CHARACTER = (rf'(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u(?:[0-9A-CE-Fa-ce-f]{HEX}{{3}}|[Dd](?:[0-7]'
+             rf"{HEX}{{2}}|[89ABab]{HEX}{{2}}\\u[Dd][C-Fc-f]{HEX}{{2}}))))")  # surrogates by pairs
+DATE = ("(?:[1-9][0-9]{3}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|"
+        "[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))|(?:[1-9][0-9](?:0[48]|[2468][048]|[13579][26])|"
+        "(?:[2468][048]|[13579][26])00)-02-29)")
+TIME = r"{0}:[0-5][0-9](?:\.[0-9]{{1,6}})?(?:Z|[+\-]{0})".format("(?:[01][0-9]|2[0-3]):[0-5][0-9]")
+BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+FORMATS = {
+    "date": DATE, "time": TIME, "date-time": f"{DATE}T{TIME}", "ipv4": rf"{BYTE}(?:\.{BYTE}){{3}}",
+    "uuid": f"{HEX}{{8}}-(?:{HEX}{{4}}-){{3}}{HEX}{{12}}",
+    "email": r"[A-Za-z0-9_+\-]{1,30}(?:\.[A-Za-z0-9_+\-]{1,15}){0,2}@(?:[A-Za-z0-9]{1,30}"
+             r"(?:-[A-Za-z0-9]{1,15}){0,2}\.){1,3}[A-Za-z]{2,20}"}
+# A part of a pattern
+ESCAPE = r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|[dDwWsSfnrtv]|[^A-Za-z0-9])"
+TOKEN = re.compile(rf"""(?P<open>\((?:\?:|(?!\?)))|(?P<close>\))|(?P<bar>\|)|
+    (?P<count>[?*+]|\{{[0-9]+(?:,[0-9]*)?\}})\??(?![?*+{{])|
+    (?P<set>{ESCAPE}|\.|\[\^?(?:{ESCAPE}|[^\\\]])+\]|[^\\\[({{^$?*+])""", re.VERBOSE)
+
+
+class FormError(Exception):
+    """A schema has no expression. The message is the line that the user reads."""
+
+
+class Part(NamedTuple):
+    """A part of a JSON Schema. A write_...() makes the expression of the values of a type."""
+    where: str  # such as $.properties.x
+    value: Any
+    root: Any  # the whole schema
+
+    def member(self, *keys: str | int) -> Part:
+        where, value = self.where, self.value
+        for key in keys:
+            plain = re.fullmatch(r"\$?[^\W\d][\w-]*", str(key))
+            where, value = where + (f".{key}" if plain else f"[{json.dumps(key)}]"), value[key]
+        return Part(where, value, self.root)
+
+    def need(self, holds: object, what: str, expected: object) -> None:
+        if not holds:
+            raise FormError(f"{self.where}: {what}, expected {expected}, "
+                            f"found {json.dumps(self.value)[:80]}")
+
+    def write(self) -> str:
+        try:
+            form = join([getattr(part, f"write_{kind}")() for kind, part in self.find_cases()])
+            size = len(form.encode())
+            self.need(size <= LONGEST_FORM, "too large", f"an expression of {LONGEST_FORM} bytes")
+            return form
+        except FormError:
+            raise
+        except Exception as error:  # whatever stands in a wrong place, or a recursion
+            self.need(False, type(error).__name__, f"a JSON Schema without recursion ({error})")
+
+    def find_cases(self) -> list[tuple[str, Part]]:
+        """The alternatives of a schema's values: each a type or "value", and its part."""
+        self.need(type(self.value) is dict, "no schema", "an object")
+        choice = next((key for key in (*CHOICES, "type") if key in self.value), None)
+        self.need(choice, "any value", f"type or {' or '.join(CHOICES)}")
+        chosen, types = self.member(choice), self.value.get("type", [])
+        types = types if type(types) is list else [types]
+        chosen.need({*types} <= {*LIMITS} and (types or choice != "type"), "no type",
+                    ", ".join(LIMITS))
+        beside = CHOICES[choice] if choice in CHOICES else " ".join(map(LIMITS.get, types))
+        for key in self.value:
+            self.member(key).need(key in f"{choice} {beside} {NOTES}".split(), "not supported",
+                                  f"beside {choice} only {beside or 'notes'}")
+        if choice == "type":
+            return [(kind, self) for kind in types]
+        if choice == "$ref":
+            return chosen.follow().find_cases()
+        parts, most = [chosen], 1 if choice == "allOf" else MOST_CASES
+        if choice != "const":
+            chosen.need(type(chosen.value) is list and 1 <= len(chosen.value) <= most,
+                        "wrong number", f"a list of 1 to {most}")
+            parts = [chosen.member(i) for i in range(len(chosen.value))]
+        if beside != "type":
+            return self.join_cases(parts, once=choice == "oneOf")
+        for part in parts:
+            kinds = {TYPES[type(part.value)], "number" if type(part.value) is int else ""}
+            part.need(not types or kinds & {*types}, "contradicts type", " or ".join(types))
+        return [("value", part) for part in parts]
+
+    def follow(self) -> Part:
+        """What a $ref names."""
+        names = [unquote(x).replace("~1", "/").replace("~0", "~") for x in self.value.split("/")]
+        try:
+            assert names[:2] in (["#", "$defs"], ["#", "definitions"])
+            return Part("$", self.root, self.root).member(*names[1:])
+        except (AssertionError, KeyError, TypeError):
+            self.need(False, "missing", "#/$defs/NAME or #/definitions/NAME")
+
+    def join_cases(self, parts: list[Part], once: bool) -> list[tuple[str, Part]]:
+        """The alternatives of all parts. Once: no value may be of two parts."""
+        tag = self.value.get("discriminator", {}).get("propertyName")  # it must not be left out
+        groups = [[(kind, case._replace(value={**case.value, "required": [
+            *case.value.get("required", []), tag]}) if tag and kind == "object" else case)
+            for kind, case in part.find_cases()] for part in parts]
+        for (i, group), (j, other) in itertools.combinations(enumerate(groups), 2):
+            parts[j].need(not once or not any(may_overlap(*x, *y) for x in group for y in other),
+                          "oneOf", f"nothing that may be of oneOf[{i}], too (or anyOf)")
+        cases = sum(groups, [])
+        self.need(len(cases) <= MOST_CASES, "too many alternatives", MOST_CASES)
+        return cases
+
+    def write_null(self) -> str:
+        return "null"
+
+    def write_boolean(self) -> str:
+        return "(?:true|false)"
+
+    def write_value(self) -> str:
+        return quote(json.dumps(self.value, ensure_ascii=False, allow_nan=False))
+
+    def write_string(self) -> str:
+        given = [key for key in LIMITS["string"].split() if key in self.value]
+        if given[:1] not in (["pattern"], ["format"]):
+            return f'"{repeat(CHARACTER, *self.find_counts("minLength", "maxLength"))}"'
+        limit = self.member(given[0])
+        self.member(given[-1]).need(len(given) == 1, "not supported", f"{given[0]} alone")
+        if given == ["pattern"]:
+            return f'"{limit.find_pattern()}"'
+        limit.need(limit.value in FORMATS, "not supported", ", ".join(FORMATS))
+        return f'"{FORMATS[limit.value]}"'
+
+    def find_pattern(self) -> str:
+        """What stands between a string's quotes. A pattern may match in its middle."""
+        first, body, last = re.fullmatch(r"(?s)(\^?)((?:\\.|[^\\])*?)(\$?)", self.value).groups()
+        depth, at, form, anything = 0, 0, "", f"{CHARACTER}*"
+        while token := TOKEN.match(body, at):
+            kind, found, at = token.lastgroup, token[token.lastgroup], token.end()
+            depth += (kind == "open") - (kind == "close")
+            form += write_set(found) if kind == "set" else "(?:" if kind == "open" else found
+            self.need(depth or kind != "bar" or not first + last, "| beside ^ or $", "^(?:A|B)$")
+            self.need(kind != "set" or write_set(found), found, "a set with a character")
+        try:
+            re.compile(body[:at])
+            self.need(at == len(body), f"pattern, at {body[at:at + 20]!r}", "what -g has")
+        except re.error as error:
+            self.need(False, "pattern", error)
+        return anything * (not first) + f"(?:{form})" + anything * (not last)
+
+    def find_counts(self, *keys: str) -> tuple[int, int]:
+        least, most = [self.value.get(key, usual) for key, usual in zip(keys, (0, MOST))]
+        for key in (key for key in keys if key in self.value):
+            self.member(key).need(type(self.value[key]) is int and 0 <= least <= most,
+                                  "no such count", f"0 <= {keys[0]} <= {keys[1]}")
+        return least, most
+
+    def write_array(self) -> str:
+        (least, most), item = self.find_counts("minItems", "maxItems"), self.member("items").write()
+        more = repeat(f"(?:,{BLANK}{item})", max(least - 1, 0), most - 1)
+        return rf"\[(?:{BLANK}{item}{more}{BLANK}){'' if least else '?'}\]" if most else r"\[\]"
+
+    def write_object(self) -> str:
+        """Members and commas: the first ones that may be absent have their comma after them."""
+        def write_some(optional: list[str]) -> str:
+            """One or more: in halves, as each one with all that may follow it would be longer."""
+            half = len(optional) // 2
+            return optional[0] if not half else join([write_some(optional[half:]), write_some(
+                optional[:half]) + "".join(f"(?:,{BLANK}{x})?" for x in optional[half:])])
+
+        names, required = self.value.get("properties", {}), self.value.get("required", [])
+        if "additionalProperties" in self.value:
+            more = self.member("additionalProperties")
+            more.need(more.value is False, "not supported", "false: no others are written")
+        for i, name in enumerate(required):
+            self.member("required", i).need(name in names, "missing", "one of properties")
+        members = [f"{quote(json.dumps(name, ensure_ascii=False))}: ?"
+                   f"{self.member('properties', name).write()}" for name in names]
+        needed = [name in required for name in names]
+        if not any(needed):
+            return rf"\{{(?:{BLANK}{write_some(members)}{BLANK})?\}}" if members else r"\{\}"
+        first = needed.index(True)
+        before = "".join(f"(?:{x},{BLANK})?" for x in members[:first])
+        after = "".join(f",{BLANK}{x}" if need else f"(?:,{BLANK}{x})?"
+                        for x, need in zip(members[first + 1:], needed[first + 1:]))
+        return rf"\{{{BLANK}{before}{members[first]}{after}{BLANK}\}}"
+
+    def write_integer(self) -> str:
+        return self.write_number(r"")
+
+    def write_number(self, fraction: str = r"\.[0-9]{1,6}") -> str:
+        """With bounds there is no exponent, and a double holds all digits: it rounds none away."""
+        def find_bound(sign: int, *keys: str) -> tuple[int, bool]:
+            """The highest bound of sign * number from below, and if it is excluded."""
+            found = [(-MOST - 1, True)]
+            for key in self.value.keys() & {*keys}:
+                bound = sign * self.value[key]
+                self.member(key).need(not fraction or bound % 1 == 0 and abs(bound) < 1e9,
+                                      "not supported", "a whole number below 1e9")
+                found.append((math.ceil(bound), "exclusive" in key and bound % 1 == 0))
+            return max(found)
+
+        if not self.value.keys() & {*BOUNDS.split()}:
+            point = r"(?:\.[0-9]{1,20})?(?:[eE][+\-]?[0-9]{1,2})?"
+            return f"-?{WHOLE}{point * bool(fraction)}"
+        low, high = (find_bound(1, "minimum", "exclusiveMinimum"),
+                     find_bound(-1, "maximum", "exclusiveMaximum"))
+        forms = []
+        for sign, (least, over), (most, under) in (("", max(low, (0, False)), high),
+                                                   ("-", max(high, (0, True)), low)):
+            if not fraction:
+                forms += [sign + x for x in write_range(least + over, -most - under)]
+                continue
+            forms += [f"{sign}{x}(?:{fraction})?" for x in write_range(least + over, -most - 1)]
+            forms += [rf"{sign}{least}\.[0-9]{{0,5}}[1-9]"] * (over and least < -most)
+            forms += [rf"{sign}{-most}(?:\.0)?"] * (not under and least + over <= -most)
+        self.need(forms, "no value matches", "bounds with a number between them")
+        return join(forms)
+
+
+def write_range(low: int, high: int) -> list[str]:
+    """The numbers from low to high, both not negative, as alternatives."""
+    def write_digits(low: str, high: str) -> str:
+        """Those of one length: what may follow each first digit is written once."""
+        if not low.strip("0") and not high.strip("9"):
+            return repeat("[0-9]", len(low), len(low))
+        tails: dict[str, str] = {}
+        for digit in range(int(low[0]), int(high[0]) + 1):
+            tail = write_digits(low[1:] if digit == int(low[0]) else "0" * (len(low) - 1),
+                                high[1:] if digit == int(high[0]) else "9" * (len(low) - 1))
+            tails[tail] = tails.get(tail, "") + str(digit)
+        return join([(f"[{x[0]}-{x[-1]}]" if len(x) > 1 else x) + tail
+                     for tail, x in tails.items()])
+
+    forms, n = [], len(str(low))
+    while low <= high:
+        if low == 10 ** (n - 1) and high == MOST:
+            return forms + [f"[1-9]{repeat('[0-9]', n - 1, 17)}"]
+        forms.append(write_digits(str(low), str(min(high, 10 ** n - 1))))
+        low, n = 10 ** n, n + 1
+    return forms
+
+
+def may_overlap(kind: str, a: Part, other_kind: str, b: Part) -> bool:
+    """False if no value is of both cases: types, values or those of a required member differ."""
+    if kind == other_kind == "value":
+        return a.value == b.value
+    kinds = {TYPES[type(x.value)] if y == "value" else y for x, y in ((a, kind), (b, other_kind))}
+    if len(kinds) > 1 or not kind == other_kind == "object":
+        return len(kinds) == 1 or kinds == {"integer", "number"}
+    for name in a.value.get("required", []) + b.value.get("required", []):
+        have = [x for x in (a, b) if name in x.value.get("properties", {})]
+        if len(have) == 2:
+            ways = [x.member("properties", name).find_cases() for x in have]
+            if not any(may_overlap(*x, *y) for x in ways[0] for y in ways[1]):
+                return False
+        elif any(x.value.get("additionalProperties") is False for x in (a, b) if x not in have):
+            return False
+    return True
+
+
+@cache
+def write_set(found: str) -> str:
+    r"""JSON's text of a character of a set, as ASCII and Unicode both understand \d, \W, ..."""
+    letters = "".join(map(chr, (*range(0xD800), *range(0xE000, 0x110000))))
+    found = found if len(found) > 1 else re.escape(found).replace(r"\.", r"[^\n\r\u2028\u2029]")
+    inside = f"(?=(?a:{found})){found}"
+    plain = rf'(?!["\\\0-\x1f\ufeff]){inside}'
+    runs, others = ("".join("-".join(map(quote, dict.fromkeys((run[0][0], run[0][-1]))))
+                            for run in re.finditer(f"(?:{x})+", letters, re.DOTALL))
+                    for x in (plain, f"(?!{plain})."))
+    escapes = "".join(quote(json.dumps(c)[2]) for c in '"\\\b\f\n\r\t' if re.fullmatch(inside, c))
+    sets = [min((f"[{runs}]", f"[^{others}]"), key=len)] if len(runs) > 1 else [runs] * len(runs)
+    return join(sets + [rf"(?:\\[{escapes}])"] * bool(escapes))
+
+
+def repeat(form: str, least: int, most: int) -> str:
+    """It least to most times."""
+    count = f"{{{least}}}" if least == most else f"{{{least},{most if most < MOST - 1 else ''}}}"
+    return form + {"{1}": "", "{0,1}": "?", "{0,}": "*"}.get(count, count) if most else ""
+
+
+def join(forms: list[str]) -> str:
+    return f"(?:{'|'.join(forms)})" if len(forms) > 1 else "".join(forms)
+
+
+def quote(text: str) -> str:
+    """The expression of a text alone."""
+    return "".join("\\" + c if c in r"\.[](){}|?*+^$-" else
+                   c if c.isprintable() or c > "\ud7ff" else f"\\u{ord(c):04x}" for c in text)
+
+
+def print_form(args: list[str]) -> None:
+    """Prints the expression of the schema in a file, or of stdin's."""
+    if len(args) != 2 or args[0] != "--form":
+        print("export.py: --form: expected SCHEMA.json, or -, and nothing else", file=sys.stderr)
+        sys.exit(2)
+    try:
+        text = sys.stdin.buffer.read() if args[1] == "-" else Path(args[1]).read_bytes()
+        schema = json.loads(text)
+        sys.stdout.buffer.write(Part("$", schema, schema).write().encode() + b"\n")
+    except (OSError, ValueError, FormError) as error:
+        line = f"export.py: {args[1]}: {getattr(error, 'strerror', 0) or error}"
+        sys.exit("".join(c if c.isprintable() else ascii(c)[1:-1] for c in line))
+
+
+if __name__ == "__main__" and "--form" in sys.argv[1:]:
+    sys.exit(print_form(sys.argv[1:]))
 
 # [(name, oldest version)] of the block at the top
 PACKAGES = re.findall(r'"([a-z_0-9]+)>=([0-9.]+)"',
