@@ -1848,21 +1848,34 @@ Conversation = tuple[tuple[Message, ...], "bool | None"]  # thinking; None: off,
 
 class Pieces(namedtuple("Pieces", "start no_system system_open system_close user_open user_close "
                         "assistant_open assistant_close answer_plain answer_think strip trim "
-                        "begun")):
+                        "begun alone_to_think system_to_think keeps")):
     """In the order of the section `chat`. no_system follows start where there is no system message;
     answer_plain and answer_think open an answer to be generated. An earlier answer is cut up to and
     including the last `strip`, and loses the characters in `trim` at its beginning. `begun`, which
-    opens an answer whose beginning is given, has a section of its own."""
+    opens an answer whose beginning is given, has a section of its own, as have the two that are in
+    place of no_system and system_open with thinking. An answer keeps its thought behind `keeps`."""
 
     def render(self, messages: tuple[Message, ...], thinking: bool | None, strips=False) -> str:
         """strips: before all else contents lose the blanks at their ends."""
-        text = self.start + ("" if messages[0][0] == "system" else self.no_system)
+        alone = self.alone_to_think if thinking else self.no_system
+        text = self.start + ("" if messages[0][0] == "system" else alone)
         for role, content in messages:
             content = content.strip() if strips else content
+            opening = (self.system_to_think if role == "system" and thinking else
+                       getattr(self, f"{role}_open"))
+            if role == "assistant" and self.keeps and self.strip in content:
+                opening = opening.replace(self.keeps, self.keeps + split_thought(content)[1])
             if role == "assistant" and self.strip and self.strip in content:
                 content = content.rpartition(self.strip)[2].lstrip(self.trim)
-            text += getattr(self, f"{role}_open") + content + getattr(self, f"{role}_close")
+                content = content.strip() if self.keeps else content
+            text += opening + content + getattr(self, f"{role}_close")
         return text + ("" if thinking is None else (self.answer_plain, self.answer_think)[thinking])
+
+
+def split_thought(content: str) -> tuple[str, ...]:
+    """An answer's content, and its thought, if there is one."""
+    thought, end, rest = content.rpartition(THINK_END)
+    return (rest, thought.strip().removeprefix("<think>").strip()) if end else (rest,)
 
 
 def find_verified_pieces(template: str | None, variables: dict[str, str]) -> tuple:
@@ -1876,7 +1889,14 @@ def find_verified_pieces(template: str | None, variables: dict[str, str]) -> tup
         texts = render_all(template, variables, MARKED)
         pieces = find_pieces(texts, variables.get("bos_token", ""))
         trials = make_trials(pieces.user_close + pieces.user_open)
-        texts = render_all(template, variables, sum(trials.values(), []))
+        if pieces.keeps:  # it gets thoughts apart from contents, as servers give them
+            apart = {(talk, thinking): (tuple(
+                (role, *split_thought(x)) if role == "assistant" else (role, x)
+                for role, x in talk), thinking) for talk, thinking in sum(trials.values(), [])}
+            texts = render_all(template, variables, [*apart.values()])
+            texts = {talk: texts[other] for talk, other in apart.items()}
+        else:
+            texts = render_all(template, variables, sum(trials.values(), []))
         wrong, if_stripped = (
             {kind: [talk for talk in talks if pieces.render(*talk, strips) != texts[talk]]
              for kind, talks in trials.items()} for strips in (False, True))
@@ -1899,7 +1919,7 @@ def find_verified_pieces(template: str | None, variables: dict[str, str]) -> tup
                      not (x in odd and m[0][0] == "system" or x and wrong[""]) for m, x in talks)]:
         Notices.hints.append("warning: the chat template is more than fixed strings around the "
                              f"messages, what qwen3 makes differs for {list_names(kinds, 99)}")
-    tags = {"strp": strips, "nosy": False in odd, "syst": not (odd or later)}
+    tags = {"keep": pieces.keeps, "strp": strips, "nosy": False in odd, "syst": not (odd or later)}
     return pieces, [tag for tag, holds in tags.items() if holds]
 
 
@@ -1968,8 +1988,9 @@ def run_template() -> None:
         nonlocal size
         text = template.render(
             messages=[{"role": role, "content": content if isinstance(content, str) else
-                       [{"type": "text", "text": text} for text in content]}
-                      for role, content in messages],
+                       [{"type": "text", "text": text} for text in content],
+                       **dict(zip(["reasoning_content"], thought))}
+                      for role, content, *thought in messages],
             tools=None, documents=None, add_generation_prompt=thinking is not None,
             **variables, enable_thinking=bool(thinking))
         size += len(text)
@@ -1990,7 +2011,8 @@ THOUGHT = {char: (USER, ("assistant", f"<think>x{THINK_END}{char}{ANSWER[1]}"), 
            for char in ["", *" \t\n\r\v\f"]}
 MARKED: list[Conversation] = [  # find_pieces() needs their texts
     ((SYSTEM, *TALK), None), ((USER, ANSWER), None), ((USER,), None), ((USER,), False),
-    ((USER,), True), (TALK, None), *((messages, None) for messages in THOUGHT.values())]
+    ((USER,), True), (TALK, None), *((messages, None) for messages in THOUGHT.values()),
+    ((SYSTEM, USER), True), ((USER, (*ANSWER, "x"), NEXT), None)]
 
 
 def find_pieces(texts: dict[Conversation, str], bos: str) -> Pieces:
@@ -2020,14 +2042,23 @@ def find_pieces(texts: dict[Conversation, str], bos: str) -> Pieces:
     with suppress(ValueError):  # it refuses a system message
         first, after_system, *_ = find_gaps(SYSTEM, *TALK)
     start = bos if first.startswith(bos) and no_system.startswith(bos) else ""
-    thinks = find_gaps(USER, thinking=True)[1].startswith(user_close)  # else it changes USER, too
+    alone, end = find_gaps(USER, thinking=True)
+    thinks = end.startswith(user_close)  # else it changes USER, too
+    to_think = no_system, first
+    if thinks:
+        with suppress(ValueError):
+            to_think = alone.removesuffix(user_open), first and find_gaps(
+                SYSTEM, USER, thinking=True)[0]
+    keeps = texts[MARKED[-1]] == texts[TALK, None].replace("<think>\n", "<think>\nx")
     plain, think = (find_gaps(USER, thinking=x)[1].removeprefix(user_close) for x in (False, thinks))
     trim = [char for char, talk in THOUGHT.items() if texts[talk, None] == texts[TALK, None]]
     trim = trim or ["\n"] * (THINK_END in assistant_open)
     return Pieces(start, no_system.removeprefix(start), first.removeprefix(start),
                   after_system.removesuffix(user_open), user_open, user_close, assistant_open,
                   assistant_close, plain, think, THINK_END if trim else "", "".join(trim),
-                  before_last_answer.removeprefix(user_close))
+                  before_last_answer.removeprefix(user_close),
+                  *(text.removeprefix(start) for text in to_think),
+                  "<think>\n" if keeps and "<think>\n" in assistant_open else "")
 
 
 def find_marks(template: str | None, variables: dict, pieces: Pieces | None, added: dict) -> set:
@@ -2039,7 +2070,8 @@ def find_marks(template: str | None, variables: dict, pieces: Pieces | None, add
     symbols = {text for text in added if re.search(r"[^\w\s]", text)}
     marks = {text for text in symbols if re.fullmatch(r"(?s)[^\w\s].*\w.*[^\w\s]", text)
              and (not pieces or text in template + pieces.no_system)}
-    gaps = {(piece, True) for piece in pieces._replace(no_system="", trim="")} if pieces else set()
+    pieces = pieces and pieces._replace(no_system="", trim="", alone_to_think="")
+    gaps = {(piece, True) for piece in pieces or ()}
     names = "\n".join(symbols)  # '<' + m.role + '>' may write any role
     roles = re.findall(r"[^\W\d]+", f"tool {names} {names.lower()} {names.replace('_', ' ')}")
     talks = [((USER, ANSWER, (role, NEXT[1])), False) for role in sorted({*roles})[:1000]]
@@ -2156,7 +2188,9 @@ def make_tokenizer(source: Source, vocab_size: int) -> tuple[bytes, bytes]:
         "samp": sampling if given or plain else b"", "plai": plain,
         "repe": b"" if penalty == 1 else struct.pack("<f", penalty),
         "mode": b"" if mode == CHAT else pack_u32([mode]),
-        "chat": b"".join(pack_bytes(piece.encode()) for piece in (pieces or guess)[:-1]),
+        "chat": b"".join(pack_bytes(piece.encode()) for piece in (pieces or guess)[:12]),
+        "thin": b"".join(pack_bytes(piece.encode()) for piece in pieces[13:15]) if pieces and (
+            pieces[13:15] != (pieces.no_system, pieces.system_open)) else b"",
         "begn": pieces.begun.encode() if pieces else b""}
     joint = find_join(source.chat_template, roles, pieces) if pieces else None
     sections = {key: data for key, data in sections.items() if data} | dict.fromkeys(tags, b"") | (

@@ -804,13 +804,15 @@ enum { SYSTEM, USER, ASSISTANT };  // who wrote a message
 
 typedef struct {           // the text around the messages of a conversation: see The chat format
     Bytes start;           // before all else
-    Bytes no_system;       // then, if the first message is not a system message
+    Bytes no_system[2];    // then, without a system message: [0] not to think, [1] to think
     Bytes open[3];         // before a message, by role
     Bytes close[3];        // after it
     Bytes answer_open[2];  // in place of open before a new answer: [0] not to think, [1] to think
     Bytes begun;           // before an answer whose beginning is given; p NULL: answer_open[0]
     Bytes strip;           // </think>: all up to the last one is cut from an earlier answer,
     Bytes trim;            // and then any of these characters from the start of what is left
+    Bytes system_to_think; // in place of open[SYSTEM] where thinking is on, if not NULL (Qwen3.8)
+    bool keeps;            // that thinking is not cut: it stands in the block of open[ASSISTANT]
     bool strips;           // each message loses the blanks at its ends, before that (Qwen3.5)
 } ChatFormat;
 
@@ -1259,6 +1261,9 @@ typedef struct { Message *p; size_t n, cap; } Conversation;
 // and of any perhaps all but the blanks at its ends (Python's str.strip()). (Part II)
 static Bytes content_of(const Tokenizer *tok, const Conversation *conversation, size_t i);
 
+// Adds what stands before message i, and before its content. (Part II)
+static void encode_open(Encoder *enc, const Conversation *conversation, size_t i, bool think);
+
 // Adds the beginning of the answer that the model is to go on with. (Part II)
 static void encode_begun(Encoder *enc, const ChatFormat *f, Bytes text);
 
@@ -1273,11 +1278,11 @@ static void render(const Tokenizer *tok, const Conversation *conversation, size_
     Encoder enc = {.tok = tok, .out = out};
     out->n = 0;
     encode_marked(&enc, f->start);
-    if (n == 0 || conversation->p[0].role != SYSTEM) encode_marked(&enc, f->no_system);
+    if (n == 0 || conversation->p[0].role != SYSTEM) encode_marked(&enc, f->no_system[think]);
     for (size_t i = 0; i < n - (begun ? 1 : 0); i++) {
         const int role = conversation->p[i].role;
         if (i < first && role != SYSTEM) continue;
-        encode_marked(&enc, f->open[role]);
+        encode_open(&enc, conversation, i, think);
         encode_message(&enc, content_of(tok, conversation, i), role);
         encode_marked(&enc, f->close[role]);
     }
@@ -1861,10 +1866,11 @@ static void take_rows(Cursor *in, Keys *rows) {
 
 // Takes the texts that export.py finds by rendering the chat template.
 static void take_chat(Cursor *in, ChatFormat *f) {
-    Bytes *texts[] = {&f->start, &f->no_system, &f->open[SYSTEM], &f->close[SYSTEM],
+    Bytes *texts[] = {&f->start, &f->no_system[0], &f->open[SYSTEM], &f->close[SYSTEM],
                       &f->open[USER], &f->close[USER], &f->open[ASSISTANT], &f->close[ASSISTANT],
                       &f->answer_open[0], &f->answer_open[1], &f->strip, &f->trim};
     for (size_t i = 0; i < sizeof(texts) / sizeof(*texts); i++) *texts[i] = take_text(in);
+    f->no_system[1] = f->no_system[0];
     if (f->strip.n > MOST_STRIP)
         die_bad(in, in->part, "strip of at most %d bytes, found %zu", MOST_STRIP, f->strip.n);
 }
@@ -1893,6 +1899,9 @@ static bool take_section(Cursor *in, Tokenizer *tok) {
     else if (!strcmp(tag, "tail")) take_ids(in, tok, &tok->suffix);
     else if (!strcmp(tag, "stop")) take_ids(in, tok, &tok->stop);
     else if (!strcmp(tag, "chat")) take_chat(in, &tok->chat);
+    else if (!strcmp(tag, "thin"))
+        tok->chat.no_system[1] = take_text(in), tok->chat.system_to_think = take_text(in);
+    else if (!strcmp(tag, "keep")) tok->chat.keeps = true;
     else if (!strcmp(tag, "begn")) tok->chat.begun = take_bytes(in, in->rest.n);
     else if (!strcmp(tag, "strp")) tok->chat.strips = true;
     else if (!strcmp(tag, "syst")) tables->systems = true;
@@ -3427,7 +3436,8 @@ static Bytes content_of(const Tokenizer *tok, const Conversation *talk, size_t i
     const Bytes whole = bytes_of(&talk->p[i].text);
     const Bytes text = tok->chat.strips ? strip(tok, whole, true) : whole;
     const bool earlier = talk->p[i].role == ASSISTANT && i + 1 < talk->n;  // else it goes on
-    return bytes_from(text, earlier ? thinking_length(&tok->chat, text) : 0);
+    const Bytes content = bytes_from(text, earlier ? thinking_length(&tok->chat, text) : 0);
+    return tok->chat.keeps ? strip(tok, content, true) : content;
 }
 
 // The order of ids: one that begins others comes before them. Then that of texts, then of places
@@ -3651,7 +3661,8 @@ static void show_settings(const Engine *e) {
     const ChatFormat *f = &e->tokenizer.chat;
     const Sampler *s = &e->sampling;
     const Bytes from = e->tokenizer.tables->from, open = f->open[SYSTEM], close = f->close[SYSTEM];
-    Bytes text = e->mode == CHAT && !e->options.system ? f->no_system : (Bytes){0};
+    Bytes text = e->mode == CHAT && !e->options.system ? f->no_system[e->switched_on]
+                                                           : (Bytes){0};
     if (text.n > open.n + close.n && memcmp(text.p, open.p, open.n) == 0)
         text = (Bytes){text.p + open.n, text.n - open.n - close.n};
     if (from.n) report("model: %.*s", (int)min_size(from.n, 1000), from.p);
@@ -3990,6 +4001,26 @@ static bool answer_last(Engine *e, bool again) {
     if (again) conversation_drop(talk, talk->n - 2, talk->n - 1);
     conversation_drop(talk, system, first);
     return true;
+}
+
+// A thought that a format keeps has its place in the empty block before each earlier answer, after
+// the newline behind <think>. It has no blanks at its ends there, as in the template.
+static void encode_open(Encoder *enc, const Conversation *talk, size_t i, bool think) {
+    const ChatFormat *f = &enc->tok->chat;
+    const Bytes whole = bytes_of(&talk->p[i].text), tag = bytes("<think>");
+    const int role = talk->p[i].role;
+    const bool instructs = role == SYSTEM && think && f->system_to_think.p;
+    Bytes open = instructs ? f->system_to_think : f->open[role];
+    const size_t end = find_last(whole, f->strip), at = find_last(open, bytes("<think>\n"));
+    if (role == ASSISTANT && f->keeps && end && at) {
+        Bytes thought = strip(enc->tok, (Bytes){whole.p, end - f->strip.n}, true);
+        if (thought.n >= tag.n && !memcmp(thought.p, tag.p, tag.n))
+            thought = strip(enc->tok, bytes_from(thought, tag.n), true);
+        encode_marked(enc, (Bytes){open.p, at});
+        encode_message(enc, thought, ASSISTANT);
+        open = bytes_from(open, at);
+    }
+    encode_marked(enc, open);
 }
 
 // Adds an answer's beginning, as HF's continue_final_message does. A <think> block at its start

@@ -561,7 +561,8 @@ static void fuzz_chat(Bytes in) {
         *f = chatml(flags & 32);
     } else {
         Bytes *pieces = &f->start;
-        for (int i = 0; i < 13; i++) pieces[i] = take_until(&in, 0xFF);
+        for (int i = 0; i < 15; i++) pieces[i] = take_until(&in, 0xFF);
+        f->keeps = flags & 64;
     }
     Conversation c = {0};
     Ids ids = {0};
@@ -575,14 +576,15 @@ static void fuzz_chat(Bytes in) {
         if (role != ASSISTANT) expected += count_spelled(&t, text, ANSWERED | A_WORD);
         else more += count_spelled(&t, text, ANSWERED);  // but for thinking
         if (begun) break;
-        expected += count_marked(&t, f->open[role]) + count_marked(&t, f->close[role]);
+        bool instructs = role == SYSTEM && think && f->system_to_think.p;
+        expected += count_marked(&t, instructs ? f->system_to_think : f->open[role]) + count_marked(&t, f->close[role]);
     }
     render(&t, &c, 0, think, &ids);
     expected += count_marked(&t, f->start);
     if (!begun) expected += count_marked(&t, f->answer_open[think]);
     else more += count_marked(&t, f->open[ASSISTANT]) + count_marked(&t, f->strip) + 2  // <think> and </think>
         + count_marked(&t, f->begun.p ? f->begun : f->answer_open[0]);
-    if (c.n == 0 || c.p[0].role != SYSTEM) expected += count_marked(&t, f->no_system);
+    if (c.n == 0 || c.p[0].role != SYSTEM) expected += count_marked(&t, f->no_system[think]);
     // what a user types never becomes a control token; only a word is a token
     int added = count_added(&t, &ids);
     CHECK(added >= expected && added <= expected + more);

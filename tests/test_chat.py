@@ -14,7 +14,7 @@ from checkpoints import make_checkpoint
 from conftest import (CHATML, HYBRID, QUOTED_QWEN3, STATS, TESTS, change_sections, compile_template, copy_model, export,
                       finish, leave, output, prompts, qwen3, random_talk, records, settle, shown_by, spawn_shell,
                       tokenize)
-from test_templates import CHATS
+from test_templates import CHATS, KEEPS
 
 END = "<|im_end|>"
 
@@ -60,6 +60,25 @@ def test_prompts_are_what_the_template_renders(tokenizer, random_model, template
             text = compiled.render(messages=messages, add_generation_prompt=True, enable_thinking=thinking)
             found, = records("render", model, int(thinking), texts=[(m["role"], m["content"].encode()) for m in messages])
             assert found == tokenizer.encode(text).ids, (messages, thinking, text)
+
+
+def test_thoughts_that_the_template_keeps(tokenizer, random_model):
+    """Qwen3.8's: the thought of an earlier answer is what transformers gets as reasoning_content. Its
+    blanks go, and the order to think is there with thinking alone."""
+    model, compiled, r = random_model(template=KEEPS), compile_template(KEEPS), random.Random(38)
+    thoughts = [None, "", "well", " <hm>\n\nso \n", "\u3000x", "</think> y", "cut <think> z"]
+    for i in range(60):
+        messages = random_talk(r, CONTENTS, CONTENTS, i % 2, 1 + r.randrange(3))
+        texts = []
+        for m in messages:
+            thought = r.choice(thoughts) if m["role"] == "assistant" else None
+            opened, end = r.choice(["", "<think>\n", "<think>"]), r.choice(["\n</think>\n\n", "</think>", "\n</think>\n"])
+            texts.append((m["role"], ("" if thought is None else opened + thought + end) + m["content"]))
+            m["reasoning_content"] = thought
+        for thinking in (False, True):
+            text = compiled.render(messages=messages, add_generation_prompt=True, enable_thinking=thinking)
+            found, = records("render", model, int(thinking), texts=[(role, x.encode()) for role, x in texts])
+            assert found == tokenizer.encode(text).ids, (texts, thinking, text)
 
 
 MARKS = {  # a template, its marks, words: all are added tokens that are not special

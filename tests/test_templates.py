@@ -104,7 +104,7 @@ def test_chat_pieces(which):
     roles = export.read_roles({"bos_token": {"content": "<|begin|>"}})
     pieces, tags = export.find_verified_pieces(template, roles)
     if isinstance(expected, list):
-        assert list(pieces) == [*expected, expected[6]] and not export.Notices.hints
+        assert list(pieces) == [*expected, expected[6], expected[1], expected[2], ""] and not export.Notices.hints
         assert tags == ["strp"] * (which == "trims") + ["syst"] * ("second" not in which)
     else:
         assert pieces is None and len(export.Notices.hints) == 1 and expected in export.Notices.hints[0]
@@ -125,8 +125,10 @@ ODD = {  # template -> (the end of what is said, strings that are not ChatML's)
     "no thought": (CHATML.replace("'</think>' in text", "'<think>' in text"), "texts with <think> or </think>"),
     "refuses": ("{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + CHATML,
                 "system messages (an error in qwen3)"),
-    "instructs": ("{% if enable_thinking is not defined or enable_thinking %}Think.{% endif %}" + CHATML, "talks with thinking, system messages with thinking"),
-    "instructs a system": (CHATML.replace("m.content %}", "(m.role == 'system') * 'Think.' * (enable_thinking or false) + m.content %}"), "system messages with thinking"),
+    "instructs a user": (CHATML.replace("m.content %}", "(m.role == 'user') * 'Think.' * (enable_thinking or false) + m.content %}"),
+                         "talks with thinking, system messages with thinking"),
+    "instructs a long talk": (CHATML.replace("m.content %}", "(m.role == 'system' and messages|length > 4) * 'Think.' * (enable_thinking or false) "
+                                             "+ m.content %}"), "system messages with thinking"),
     "ignores": (CHATML.replace("in messages %}", "in messages if m.role != 'system' %}"), "system messages (an error in qwen3)"),
     "puts in": ("{% set first = messages[0].content + '\n\n' if messages[0].role == 'system' else '' %}" + CHATML.replace(
         "in messages %}", "in messages if m.role != 'system' %}").replace("m.content %}", "first * loop.first + m.content %}"),
@@ -142,6 +144,26 @@ def test_pieces_that_are_right_on_ordinary_talk_are_kept(which):
     assert list(pieces[:12]) == (without if which in ("refuses", "ignores") else ORDINARY) or which == "puts in", pieces
     assert tags == ["strp"] * ("trims" in which) + ["nosy" if "error" in kinds else "syst"] * ("instructs" not in which)
     assert [hint.partition(" differs for ")[2] for hint in export.Notices.hints] == [kinds]
+
+
+# As Qwen3.8's: with thinking the system's text begins with an order, and earlier answers keep their thoughts.
+KEEPS = """{% set order = 'Think hard.' if enable_thinking is undefined or enable_thinking else '' %}
+{%- for m in ([] if messages[0].role == 'system' or not order else [{'role': 'system', 'content': ''}]) + messages %}
+{%- set text = m.content | trim %}
+{%- if m.role == 'system' and order %}{% set text = order + ('\n\n' + text if messages[0].role == 'system' else '') %}{% endif %}
+{%- if m.role == 'assistant' %}{% set text = '<think>\n' + (m.reasoning_content or '') | trim + '\n</think>\n\n' + text %}{% endif %}
+{{- '<|im_start|>' + m.role + '\n' + text + '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' + ('' if order else '\n</think>\n\n') }}{% endif %}
+"""
+
+
+def test_thoughts_that_are_kept_and_orders_to_think():
+    export.Notices.hints.clear()
+    pieces, tags = export.find_verified_pieces(KEEPS, {})
+    assert list(pieces[13:]) == [OPEN.format("system") + "Think hard." + CLOSE, OPEN.format("system") + "Think hard.\n\n", "<think>\n"]
+    assert (pieces.no_system, pieces.system_open, pieces.assistant_open) == ("", ORDINARY[2], ORDINARY[8])
+    assert tags == ["keep", "strp"] and not export.Notices.hints
 
 
 def test_a_template_without_system_messages(checkpoint, run, tmp_path):
