@@ -1888,7 +1888,7 @@ def find_verified_pieces(template: str | None, variables: dict[str, str]) -> tup
     try:
         texts = render_all(template, variables, MARKED)
         pieces = find_pieces(texts, variables.get("bos_token", ""))
-        trials = make_trials(pieces.user_close + pieces.user_open)
+        trials = make_trials(pieces.user_close + pieces.user_open, template)
         if pieces.keeps:  # it gets thoughts apart from contents, as servers give them
             apart = {(talk, thinking): (tuple(
                 (role, *split_thought(x)) if role == "assistant" else (role, x)
@@ -1917,8 +1917,15 @@ def find_verified_pieces(template: str | None, variables: dict[str, str]) -> tup
                                       " (an error in qwen3)" if kind == SYSTEMS else "")
                  for kind, talks in wrong.items() if kind in ("", SYSTEMS) and talks or any(
                      not (x in odd and m[0][0] == "system" or x and wrong[""]) for m, x in talks)]:
-        Notices.hints.append("warning: the chat template is more than fixed strings around the "
-                             f"messages, what qwen3 makes differs for {list_names(kinds, 99)}")
+        literals = [kind for kind in kinds if kind.startswith(LITERAL)]
+        if kinds := [kind for kind in kinds if kind not in literals]:
+            Notices.hints.append("warning: the chat template is more than fixed strings around the "
+                                 f"messages, what qwen3 makes differs for {list_names(kinds, 99)}")
+        if literals:
+            names = list_names([kind.removeprefix(LITERAL).removesuffix(" with thinking")
+                                for kind in literals])
+            Notices.hints.append(f"{LITERAL}{names}: there it does something else, as for a tool's "
+                                 "results; to qwen3 they are texts as others")
     tags = {"keep": pieces.keeps, "strp": strips, "nosy": False in odd, "syst": not (odd or later)}
     return pieces, [tag for tag, holds in tags.items() if holds]
 
@@ -2090,16 +2097,27 @@ def find_marks(template: str | None, variables: dict, pieces: Pieces | None, add
 
 
 LATER, SYSTEMS = "later system messages", "system messages"  # kinds of trials
+LITERAL = "texts with the chat template's own "  # and that
+MOST_LITERALS = 60  # of a template, each of up to 60 letters: longer ones are no part of a talk
 
 
-def make_trials(mark: str) -> dict[str, list[Conversation]]:
+def find_literals(template: str) -> list[str]:
+    """The strings in a template's statements: it may look for them in a text."""
+    tags = " ".join(re.findall(r"(?s)\{[{%].*?[%}]\}", template))
+    found = re.findall(r"""'((?:\\.|[^'\\])*)'|"((?:\\.|[^"\\])*)\"""", tags)
+    texts = (("".join(x).replace("\\n", "\n")).strip() for x in found)
+    return [*dict.fromkeys(text for text in texts if 2 < len(text) <= 60)][:MOST_LITERALS]
+
+
+def make_trials(mark: str, template: str) -> dict[str, list[Conversation]]:
     """Kind -> conversations whose last message is the user's. "" is ordinary talk, of one to four
     turns. Others have a text of the kind at each place. `mark` ends a turn and begins the next."""
     think, no_thought = "<think>\nlet me see\n</think>\n\n", "<think>\n\n</think>\n\n"
     user, answer, system = ("user", "Hi!\n\nA?"), ("assistant", "Yes\n\n- 2"), ("system", "Be so.")
-    talks = [((user, answer, ("user", "Why?"), answer) * 9)[:n] for n in (1, 3, 5, 7, 9, 11, 21)]
+    talks = [((user, answer, ("user", "Why?"), answer) * 11)[:n] for n in (1, 3, 5, 7, 9, 11, 41)]
     kinds = {"": talks[:4], SYSTEMS: [(system, *talk) for talk in talks[:4]],
              LATER: [(*talk[:i], system, *talk[i:]) for talk in talks[1:4] for i in (1, 2)],
+             "two messages of one role": [(user, user), (user, answer, answer, user)],
              "talks of 9 messages or more": talks[4:], "answers that thought": [
                  (user, ("assistant", f"{thought}A.\n\n- b"), *talk)
                  for talk in talks[:2] for thought in (think, no_thought)]}
@@ -2116,6 +2134,13 @@ def make_trials(mark: str) -> dict[str, list[Conversation]]:
         kinds[kind] = [talk for text in texts for talk in (
             (("user", text),), (user, answer, ("user", text)), (("user", text), answer, user),
             (user, ("assistant", text), user), (("system", text), user))]
+    known = "".join(text for talks in kinds.values() for talk in talks for _, text in talk)
+    thought = "assistant", f"{think}A."
+    for text in (text for text in find_literals(template) if text not in known):
+        around = f"{text}x{re.sub('^<(?=[a-z])', '</', text)}"  # as <tool_response>...
+        kinds[LITERAL + text] = [talk for x in (text, f"x {text} y", around) for talk in (
+            (("user", x),), (user, thought, ("user", x)), (user, ("assistant", x), user),
+            (("system", x), user))]
     return {kind: [(talk, thinking) for talk in talks for thinking in (False, True)]
             for kind, talks in kinds.items()}
 

@@ -1,4 +1,5 @@
-"""Random checkpoints of Qwen3.5, Qwen3.5-MoE and Qwen3-Next, whose layers have a delta rule.
+"""Random checkpoints of Qwen3.5, Qwen3.5-MoE and Qwen3-Next, whose layers have a delta rule, and what transformers
+computes of them, of a Qwen2 and of a Qwen3-MoE.
 
     python tests/deltas.py FOLDER KIND [NAME=NUMBER ...]
 
@@ -6,11 +7,12 @@ saves one. KIND is dense, moe or next; the names are those of config.json. With 
 reference.py with that package's logits, with `record` it writes deltas.json; both need torch."""
 import json
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import reference
-from checkpoints import CHATML, safetensors, train_tokenizer
+from checkpoints import CHATML, make_checkpoint, safetensors, train_tokenizer
 
 HEAD, TAPS = 128, 4
 NUMBERS = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 2,
@@ -168,6 +170,10 @@ RECORDED = Path(__file__).with_name("deltas.json")   # shape -> the nll of each 
 SHAPES = {"1 v head a k head": {"linear_num_value_heads": 2}, "2, heads of 128": {"head_dim": 128, "tie_word_embeddings": False},
           "3, 8 layers": {"linear_num_key_heads": 1, "linear_num_value_heads": 3, "num_hidden_layers": 8},
           "4, heads of 256": {"linear_num_value_heads": 8, "head_dim": 256, "tie_word_embeddings": False}}
+# The other kinds that are recorded: of deltas, and of make_checkpoint
+KINDS = {"moe": {}, "next": {"linear_num_value_heads": 8, "num_experts_per_tok": 3}}
+CHECKPOINTS = {"Qwen2": {"qwen2": True, "head_dim": 16, "n_kv_heads": 2, "tied": False},
+               "Qwen3-MoE": {"n_experts": 6, "n_experts_used": 2, "n_layers": 3}}
 IDS = [(7 * i * i + 13 * i) % 470 for i in range(60)]
 
 
@@ -196,11 +202,36 @@ def by_reference(kind: str, layout="saved", **changes):
     return reference.Model.from_tensors(*getattr(Delta(kind, **changes), layout)(), "fp32").logits(IDS[:-1])
 
 
+def of_checkpoint(compute, name: str):
+    with tempfile.TemporaryDirectory() as folder:
+        return compute(make_checkpoint(Path(folder) / name, train_tokenizer(), **CHECKPOINTS[name]))
+
+
+def logits_by_transformers(folder: Path):
+    import torch
+    from transformers import AutoModelForCausalLM
+    with torch.no_grad():
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()(torch.tensor([IDS[:-1]])).logits[0].numpy()
+
+
+def logits_by_reference(folder: Path):
+    return reference.Model.from_checkpoint(folder, "fp32").logits(IDS[:-1])
+
+
+def reference_of(name: str):
+    """By reference.py, the logits that are recorded under this name."""
+    if name in CHECKPOINTS:
+        return of_checkpoint(logits_by_reference, name)
+    return by_reference(name, **KINDS[name]) if name in KINDS else by_reference("dense", **SHAPES[name])
+
+
 def main():
     folder, *kinds = sys.argv[1:]
     if folder == "record":
-        RECORDED.write_text(json.dumps({name: [round(x, 5) for x in nll_of(by_transformers("dense", **changes))]
-                                        for name, changes in SHAPES.items()}, indent=1) + "\n")
+        logits = {name: by_transformers("dense", **changes) for name, changes in SHAPES.items()}
+        logits |= {kind: by_transformers(kind, **changes) for kind, changes in KINDS.items()}
+        logits |= {name: of_checkpoint(logits_by_transformers, name) for name in CHECKPOINTS}
+        RECORDED.write_text(json.dumps({name: [round(x, 5) for x in nll_of(y)] for name, y in logits.items()}, indent=1) + "\n")
     elif folder == "transformers":
         for kind in kinds or ("dense", "moe", "next"):
             for name, changes in SHAPES.items():
@@ -209,6 +240,11 @@ def main():
                 print(f"{kind}, {name}: largest difference of a logit {worst:.2g}, of {abs(expected).max():.1f}")
                 if not worst < 1e-3:
                     sys.exit("too much")
+        for name in CHECKPOINTS:
+            worst = abs(reference_of(name) - of_checkpoint(logits_by_transformers, name)).max()
+            print(f"{name}: largest difference of a logit {worst:.2g}")
+            if not worst < 1e-3:
+                sys.exit("too much")
     else:
         numbers = {name: json.loads(value) for name, _, value in (change.partition("=") for change in kinds[1:])}
         save(Path(folder), *Delta(kinds[0], **numbers).published())

@@ -149,6 +149,13 @@ def test_results_are_those_of_transformers(tmp_path, tokenizer35, shape):
     assert perplexity(out, "-i", text)[1] == pytest.approx(reference.Model.from_bin(out).nll(ids), abs=0.02)
 
 
+@pytest.mark.parametrize("name", [*deltas.KINDS, *deltas.CHECKPOINTS])
+def test_reference_is_transformers(name):
+    """Recorded ones of mixtures, Next and Qwen2: test_model.py and others compare the program with reference.py."""
+    expected = json.loads(deltas.RECORDED.read_text())[name]
+    assert np.allclose(deltas.nll_of(deltas.reference_of(name)), expected, rtol=0, atol=1e-3)
+
+
 @pytest.mark.slow
 def test_transformers_itself():
     """TRANSFORMERS names a Python that has it, and torch, unless this one has."""

@@ -122,6 +122,9 @@ ODD = {  # template -> (the end of what is said, strings that are not ChatML's)
     "skips": (CHATML.replace("{{- '<|im_start|>'", "{{- '' if not text else '<|im_start|>'"),
               "empty texts, texts with <think> or </think>"),
     "forgets": (CHATML.replace("in messages %}", "in messages[-8:] %}"), "talks of 9 messages or more"),
+    "forgets much": (CHATML.replace("in messages %}", "in messages[-40:] %}"), "talks of 9 messages or more"),
+    "joins": (CHATML.replace("{{- '<|im_start|>' + m.role + '\\n'", "{{- ('' if loop.previtem and loop.previtem.role == m.role else "
+                             "'<|im_start|>' + m.role + '\\n')"), "two messages of one role"),
     "no thought": (CHATML.replace("'</think>' in text", "'<think>' in text"), "texts with <think> or </think>"),
     "refuses": ("{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + CHATML,
                 "system messages (an error in qwen3)"),
@@ -144,6 +147,26 @@ def test_pieces_that_are_right_on_ordinary_talk_are_kept(which):
     assert list(pieces[:12]) == (without if which in ("refuses", "ignores") else ORDINARY) or which == "puts in", pieces
     assert tags == ["strp"] * ("trims" in which) + ["nosy" if "error" in kinds else "syst"] * ("instructs" not in which)
     assert [hint.partition(" differs for ")[2] for hint in export.Notices.hints] == [kinds]
+
+
+LITERALS = {  # template -> its literals that are more than texts
+    "the thought before results stays": (CHATML.replace("'</think>' in text", "'</think>' in text and not (loop.nextitem and "
+                                                        "loop.nextitem.content.endswith('</tool_response>'))"), "</tool_response>"),
+    "no query": (CHATML.replace("{%- endfor %}", "{%- endfor %}{% if messages[-1].content.startswith(\"<tool_response>\") %}"
+                                "{{ raise_exception('no query') }}{% endif %}"), "<tool_response>"),
+    "switches": (CHATML.replace("m.content %}", "m.content | replace('<|think_off|>', '') %}").replace(
+        "not enable_thinking", "('/no_thinking' in messages[-1].content or not enable_thinking)"), "<|think_off|>, /no_thinking"),
+    "around": (CHATML.replace("m.content %}", "m.content if not (m.content.startswith('<a>') and m.content.endswith('</a>')) else 'x' %}"), "<a>"),
+    "says them": (CHATML + "{# '<b>' #}{% if tools %}{{ '<tools>\\n' }}{% endif %}", None)}
+
+
+@pytest.mark.parametrize("which", LITERALS)
+def test_the_template_s_own_literals_are_tried_as_texts(which):
+    export.Notices.hints.clear()
+    pieces, tags = export.find_verified_pieces(LITERALS[which][0], {})
+    assert list(pieces[:12]) == ORDINARY and tags == ["syst"]
+    assert export.Notices.hints == [f"texts with the chat template's own {x}: there it does something else, as for a tool's results; "
+                                    "to qwen3 they are texts as others" for x in [LITERALS[which][1]] if x]
 
 
 # As Qwen3.8's: with thinking the system's text begins with an order, and earlier answers keep their thoughts.
