@@ -1,6 +1,7 @@
 # make            builds ./qwen3 for this machine
 # make run        asks the tiny model of tests/ a question, or MODEL=FILE
 # make journey    shows how a token goes through the tiny model: TEXT="The capital of France is"
+# make book       writes book.html, which explains Part I with the numbers of a run of the tiny model
 # make install    puts it into PREFIX/bin [/usr/local/bin]; make uninstall takes it away
 # make check      tests the functions of qwen3.c, without Python: seconds
 # make test       makes a virtual environment in tests/.venv and tests everything that is promised,
@@ -62,6 +63,9 @@ export TEXT = The capital of France is
 journey: tests/journey
 	tests/journey "$$TEXT"
 
+book: tests/book
+	python3 tests/book.py $(QWEN35) > book.html
+
 MODEL = 0.6b
 BITS = 8
 GROUP = 0
@@ -95,7 +99,7 @@ debug: qwen3
 CHECKED_test = -DCHECKED
 tests/test tests/bench: tests/%: tests/%.c tests/naive.h qwen3.c Makefile .flags
 	$(CC) $(ALL_CFLAGS) -DTEST $(CHECKED_$(@F)) -Wno-unused-function $(LDFLAGS) -o $@ $< $(LDLIBS)
-tests/journey: tests/journey.c qwen3.c Makefile .flags
+tests/journey tests/book: tests/%: tests/%.c qwen3.c Makefile .flags
 	$(CC) $(ALL_CFLAGS) -O1 -DPLAIN -DTEST -Wno-unused-function $(LDFLAGS) -o $@ $< $(LDLIBS)
 tests/render: tests/test
 	ln -sf test $@
@@ -127,11 +131,11 @@ help:
 	@awk '!/^# / { exit } { print substr($$0, 3) }' Makefile
 
 FILES = tests
-test: qwen3 qwen3-plain tests/render tests/journey tests/.venv
+test: qwen3 qwen3-plain tests/render tests/journey tests/book tests/.venv
 	tests/test
 	$(PYTEST) $(PARALLEL) -m "not slow" $(FILES)
 
-test-all: qwen3 qwen3-plain tests/render tests/journey tests/bench tests/fuzz tests/.venv
+test-all: qwen3 qwen3-plain tests/render tests/journey tests/book tests/bench tests/fuzz tests/.venv
 	$(PYTEST) -m alone tests/test_build.py
 	$(PYTEST) $(PARALLEL) -m "slow and not alone" tests
 
@@ -177,9 +181,9 @@ fuzz: tests/fuzz tests/.venv
 	FUZZ_SECONDS=$(FUZZ_SECONDS) $(PYTEST) -s tests/test_fuzz.py
 
 clean:
-	rm -f qwen3 qwen3.exe qwen3-plain tests/test tests/render tests/bench tests/journey tests/fuzz \
+	rm -f qwen3 qwen3.exe qwen3-plain tests/test tests/render tests/bench tests/journey tests/book book.html tests/fuzz \
 	      tests/libfuzzer .flags
 	rm -rf release tests/.venv
 
-.PHONY: help source plain run journey bench quality portable install uninstall debug check test test-all answer sums \
+.PHONY: help source plain run journey book bench quality portable install uninstall debug check test test-all answer sums \
         notes fuzz clean FORCE
