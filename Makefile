@@ -60,11 +60,13 @@ run: qwen3
 	./qwen3 $(MODEL) -t 0 -i "What is the capital of France?"
 
 export TEXT = The capital of France is
+export QUESTION
+journey: MODEL = tests/tiny/tiny.bin
 journey: tests/journey
-	tests/journey "$$TEXT"
+	tests/journey '$(MODEL)' $(if $(QUESTION),-i "$$QUESTION","$$TEXT")
 
 book: tests/book
-	python3 tests/book.py $(QWEN35) > book.html
+	python3 tests/book.py book.html
 
 MODEL = 0.6b
 BITS = 8
@@ -99,7 +101,7 @@ debug: qwen3
 CHECKED_test = -DCHECKED
 tests/test tests/bench: tests/%: tests/%.c tests/naive.h qwen3.c Makefile .flags
 	$(CC) $(ALL_CFLAGS) -DTEST $(CHECKED_$(@F)) -Wno-unused-function $(LDFLAGS) -o $@ $< $(LDLIBS)
-tests/journey tests/book: tests/%: tests/%.c qwen3.c Makefile .flags
+tests/journey tests/book: tests/%: tests/%.c tests/walk.h qwen3.c Makefile .flags
 	$(CC) $(ALL_CFLAGS) -O1 -DPLAIN -DTEST -Wno-unused-function $(LDFLAGS) -o $@ $< $(LDLIBS)
 tests/render: tests/test
 	ln -sf test $@
