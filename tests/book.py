@@ -203,18 +203,10 @@ class Book:
                                      for i, c in enumerate(self.chapters, 1)),
                  "WORDS": "".join(self.words), "BODY": "\n".join(self.out),
                  "VERSION": re.search('define VERSION "(.*)"', self.source)[1],
-                 "NUMBERS": json.dumps(rounded(self.numbers), separators=(",", ":")).replace("</", "<\\/")}
+                 "NUMBERS": re.sub(r"-?\d+\.\d{4,}(e-\d+)?", lambda x: f"{float(x[0]):.5g}",
+                                   json.dumps(self.numbers, separators=(",", ":"))).replace("</", "<\\/")}
         page = (TESTS / "book.html").read_text()
         return re.sub(f"<!--({'|'.join(parts)})-->", lambda found: parts[found[1]], page)
-
-
-def rounded(x):
-    """With five digits"""
-    if isinstance(x, dict):
-        return {key: rounded(value) for key, value in x.items()}
-    if isinstance(x, list):
-        return [rounded(value) for value in x]
-    return x if not isinstance(x, float) else int(x) if x == int(x) else float(f"{x:.5g}")
 
 
 def run():

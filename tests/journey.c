@@ -1,6 +1,6 @@
 // One token's journey: what the last token of a text becomes on its way through a model.
-//   tests/journey MODEL.bin TEXT        make journey MODEL=FILE TEXT="..."
-//   tests/journey MODEL.bin -i TEXT     make journey MODEL=FILE QUESTION="...": TEXT as a chat's prompt
+//   tests/journey [MODEL.bin] TEXT      make journey MODEL=FILE TEXT="..."
+//   tests/journey MODEL.bin -i TEXT     make journey MODEL=FILE QUESTION="...": a chat's question
 // tests/reference.py prints the same by its equations.
 #include "walk.h"
 
@@ -40,8 +40,9 @@ static void print_heads(int l, const float *h) {
 int main(int argc, char **argv) {
     start_platform(&argc, &argv);
     const bool question = argc == 4 && strcmp(argv[2], "-i") == 0;
-    if (argc != 3 && !question) die_usage("usage: tests/journey MODEL.bin [-i] TEXT");
-    open_model(argv[1]);
+    if (argc != 2 && argc != 3 && !question)
+        die_usage("usage: tests/journey [MODEL.bin] TEXT, or MODEL.bin -i TEXT");
+    open_model(argc == 2 ? "tests/tiny/tiny.bin" : argv[1]);
     ids = encode(bytes(argv[argc - 1]), question);
     const int n = (int)ids.n;
     if (n < 1 || n > MOST_TOKENS) die("TEXT: expected 1 to %d tokens, found %d", MOST_TOKENS, n);

@@ -2,20 +2,28 @@
 import html
 import json
 import re
+import shutil
+import subprocess
 
 import book
 import numpy as np
 import pytest
 from conftest import ROOT, TESTS, TINY
-from reference import Model, softmax
+from reference import Model, encode, read_tokenizer, softmax
 
 SOURCE, TEXT = (ROOT / "qwen3.c").read_text(), (TESTS / "book.md").read_text()
+BROWSER = next(filter(shutil.which, ("chromium", "chromium-browser", "google-chrome")), None)
 
 
 @pytest.fixture(scope="module")
-def page():
+def numbers():
     assert (TESTS / "book").exists(), "make tests/book"
-    return book.Book(SOURCE, TEXT, book.run()).make()
+    return book.run()
+
+
+@pytest.fixture(scope="module")
+def page(numbers):
+    return book.Book(SOURCE, TEXT, numbers).make()
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +35,7 @@ def d(page):
 def test_layers(d):
     """An int8 may be rounded up here and down there: tolerances as in test_journey.py."""
     model, cache, ids = Model.from_bin(TINY / "tiny.bin"), [], d["ids"]
-    states = list(model.forward(ids, cache))
-    for l, (x, shares) in enumerate(states):
+    for l, (x, shares) in enumerate(model.forward(ids, cache)):
         shown = np.array([(t["layers"][l - 1]["x"] if l else t["embed"]) for t in d["tokens"]])
         assert np.abs(shown - x).max() < 0.015 * np.abs(x).max()
         for token, p in zip(d["tokens"], softmax(model.classify(x))):
@@ -37,9 +44,29 @@ def test_layers(d):
         for token in range(len(ids) if l else 0):
             at = d["tokens"][token]["layers"][l - 1]
             for head in range(d["n_heads"]):
-                assert np.abs(shares[head, token, :token + 1] - at["heads"][head]["share"]).max() < 0.015
-            for shown, right in zip((at["k"], at["v"]), cache[l - 1]):
-                assert np.abs(right[token].ravel() - shown).max() < 0.015 * np.abs(right).max()
+                assert np.abs(shares[head, token, :token + 1] - at["share"][head]).max() < 0.015
+            for name, right in zip("kv", cache[l - 1]):
+                assert np.abs(right[token].ravel() - at[name]).max() < 0.015 * np.abs(right).max()
+
+
+def test_other_texts(d):
+    """Their ids, what each token says comes next, and the answers, as the chat's."""
+    model = Model.from_bin(TINY / "tiny.bin")
+    tokens = read_tokenizer(TINY / "tiny.bin.tokenizer", d["vocab_size"])[1:]
+    for run in [d, d["chat"], *d["others"]]:
+        n = run["n_prompt"]
+        assert run is d["chat"] or run["ids"][:n] == encode(run["text"], *tokens)
+        logits = model.logits(run["ids"])
+        assert logits[n - 1:-1].argmax(1).tolist() == run["ids"][n:] and logits[-1].argmax() in d["stop"]
+        for token, p in zip(run["tokens"], softmax(logits)):
+            assert all(abs(p[i] - probability) < 0.02 for i, probability in token["layers"][-1]["next"])
+
+
+def test_parts_that_are_off(d):
+    """Without any, the last token itself comes next; with all, what the run says."""
+    last = d["tokens"][d["n_prompt"] - 1]
+    assert len(d["off"]) == 256 and d["off"][0] == last["layers"][-1]["next"] and d["off"][255] == last["next"]
+    assert d["off"][0b11111110] == last["layers"][0]["next_between"] and d["off"][0b11101110] == last["layers"][0]["next"]
 
 
 def test_unquantized_weights(d):
@@ -54,38 +81,10 @@ def test_unquantized_weights(d):
     for id, token in zip(d["ids"], d["tokens"]):
         right = row("model.embed_tokens.weight", id)
         assert np.abs(right - token["embed"]).max() < np.abs(right).max() / 127
-    right = row("model.layers.0.self_attn.q_proj.weight", 0)
+    right, at = row("model.layers.0.self_attn.q_proj.weight", 0), d["tokens"][d["n_prompt"] - 1]["layers"][0]
     shown = np.array(d["row"]) * np.repeat(d["row_scale"], d["group_size"])
     assert np.abs(right - shown).max() < np.abs(right).max() / 127
-    h = np.array(d["tokens"][d["n_prompt"] - 1]["layers"][0]["h"])
-    assert abs(right @ h - d["tokens"][d["n_prompt"] - 1]["layers"][0]["q_raw"][0]) < 0.01 * np.abs(right) @ np.abs(h)
-
-
-def test_merges(d):
-    """Byte-pair encoding by the ranks of tokenizer.json (for ASCII without quotes)."""
-    merges = json.loads((TINY / "model/tokenizer.json").read_text())["model"]["merges"]
-    rank = {tuple(m.split(" ") if isinstance(m, str) else m): i for i, m in enumerate(merges)}
-    assert "".join(piece["text"] for piece in d["pieces"]) == d["text"]
-    for piece in d["pieces"]:
-        tokens = list(piece["text"].replace(" ", "Ġ"))
-        for step in piece["steps"]:
-            assert [d["vocabulary"][i].replace(" ", "Ġ") for i in step["ids"]] == tokens
-            ranks = [rank.get(pair, len(rank)) for pair in zip(tokens, tokens[1:])]
-            best = ranks.index(min(ranks)) if ranks and min(ranks) < len(rank) else -1
-            assert step["pair"] == best
-            tokens[best:best + 2] = ["".join(tokens[best:best + 2])] if best >= 0 else tokens[best:]
-
-
-def test_draws(d):
-    draws = d["draws"]
-    logits = np.array(d["tokens"][draws["pos"]]["logits"])
-    p = softmax(logits / draws["temperature"])
-    p[p < np.sort(p)[-draws["top_k"]]] = 0
-    p /= p.sum()
-    p[[p[p > x].sum() >= draws["top_p"] for x in p]] = 0
-    p /= p.sum()
-    count, n = np.array(draws["count"]), sum(draws["count"])
-    assert not count[p == 0].any() and (np.abs(count - n * p) <= 4 * np.sqrt(n * p * (1 - p))).all()
+    assert abs(right @ at["h"] - at["q_first"]) < 0.01 * np.abs(right) @ np.abs(at["h"])
 
 
 def test_delta(d):
@@ -112,6 +111,40 @@ def test_code_is_part_one(page):
     (SOURCE, TEXT + "\nParis is near Rome.{{claim(n_heads == 5)}}\n", "does not show what the text says"),
     (SOURCE.replace("h = rmsnorm(x, rms_att) ", "h = norm(x, rms_att) "), TEXT, "first comment has no"),
 ])
-def test_what_no_longer_fits_is_an_error(source, text, words):
+def test_what_no_longer_fits_is_an_error(source, text, words, numbers):
     with pytest.raises(SystemExit, match=words):
-        book.Book(source, text, book.run()).make()
+        book.Book(source, text, numbers).make()
+
+
+CLICKS = """<script>
+const errors = [], say = {};
+addEventListener("error", e => errors.push(e.message));
+addEventListener("load", () => {
+    const each = (what, act) => { for (let i = 0; i < document.querySelectorAll(what).length; i++) act(document.querySelectorAll(what)[i]); };
+    say.merges = d.pieces.map(p => merge(p.text).at(-1).ids);
+    const score = q => (state.rope = { q, back: 1 }, figures.rope(state.rope).match(/<b>([\\d.]+)<\\/b>/)[1]);
+    say.scores = [1, 4, 20, 60].map(score);
+    say.stay = [[.6, 20, .95], [1, 5, .5], [2, 0, 1], [.1, 0, .9]].map(([temperature, top_k, top_p]) =>
+        +figures.sampler({ temperature, top_k, top_p, drawn: null }).match(/(\\d+) of/)[1]);
+    each("button", b => { b.focus(); b.click(); if (document.activeElement == document.body) errors.push("no focus: " + b.outerHTML); });
+    each("input", i => { for (const v of [i.min, i.max, "word"]) { i.value = v; i.dispatchEvent(new Event("input", { bubbles: true })); } });
+    each("a[href^='#']", a => { if (!document.getElementById(a.hash.slice(1))) errors.push("no target: " + a.hash); });
+    each("figure", f => { if (!f.firstElementChild.innerHTML || /NaN|undefined|Infinity/.test(f.firstElementChild.textContent)) errors.push("figure " + f.dataset.name); });
+    each("svg", s => { if (s.getAttribute("role") != "img" && !s.ariaHidden) errors.push("an svg without text"); });
+    document.body.innerHTML = "<pre id=said></pre>", document.getElementById("said").textContent = JSON.stringify({ errors, say });
+});
+</script>"""
+
+
+@pytest.mark.skipif(not BROWSER, reason="no chromium")
+def test_in_a_browser(page, d, tmp_path):
+    """Every button, slider and link works; merges are encode_piece's; where q and k move together, the score stays."""
+    (tmp_path / "book.html").write_text(page.replace("</html>", CLICKS + "</html>"))
+    done = subprocess.run([BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/user", "--virtual-time-budget=20000",
+                           "--dump-dom", f"file://{tmp_path}/book.html"], capture_output=True, text=True, timeout=120)
+    said = json.loads(html.unescape(re.search("<pre id=.said.>(.*?)</pre>", done.stdout, re.S)[1]))
+    assert said["errors"] == [] and said["say"]["merges"] == [piece["ids"] for piece in d["pieces"]]
+    assert len(set(said["say"]["scores"])) == 1
+    p = np.sort(np.array(d["tokens"][2]["logits"]))[::-1]
+    stay = [q[:k or None] / q[:k or None].sum() for q, k in ((softmax(p / t), k) for t, k in ((.6, 20), (1, 5), (2, 0), (.1, 0)))]
+    assert said["say"]["stay"] == [int((np.cumsum(q) - q < top_p).sum()) for q, top_p in zip(stay, (.95, .5, 1, .9))]
