@@ -1,12 +1,13 @@
-"""The tiny model: transformers' recorded figures (tests/tiny/expected.json), and that it talks."""
+"""The tiny models: transformers' recorded figures (tests/tiny/expected.json), and that they talk."""
 import json
 import re
 
 import numpy as np
 import pytest
-from conftest import TINY, export, output, perplexity, prompts, qwen3, records, tokenize
+from conftest import TESTS, TINY, export, output, perplexity, prompts, qwen3, records, tokenize
 from reference import Model, read_tokenizer
 
+TINY35 = TESTS / "tiny35/tiny35.bin"
 RECORDED = json.loads((TINY / "expected.json").read_text())
 
 
@@ -144,6 +145,23 @@ CAPITALS = {"France": "Paris", "Germany": "Berlin", "Japan": "Tokyo", "Egypt": "
 def test_answers(tiny, args, answer):
     result = qwen3(tiny, "-t", 0, "-q", *args)
     assert result.stderr == b"" and re.fullmatch(answer, result.stdout.decode()), result
+
+
+@pytest.mark.parametrize("options", [(), ("-b", 1), ("-C", 8)], ids=lambda options: " ".join(map(str, options)))
+def test_the_tiny_qwen35(options):
+    """A trained model with delta layers, in turns: its state has what was said; counting is drafted, but with -b 1."""
+    turns = ("My name is Anna.\nWhat is 3 + 4?\nCount from 1 to 30.\nWhat is the capital of Japan?\nWhat is my name?\n")
+    result = qwen3(TINY35, "-m", "chat", "-t", 0, "-q", *options, stdin=turns.encode())
+    assert result.returncode == 0 and result.stdout.decode().splitlines()[1:] == [
+        "3 + 4 is 7.", ", ".join(map(str, range(1, 31))) + ".", "The capital of Japan is Tokyo.", "Your name is Anna."]
+
+
+def test_likelihoods_of_the_tiny_qwen35():
+    """Of a text in its own words they are reference.py's, token by token, and sure."""
+    model = Model.from_bin(TINY35)
+    text = b"Once upon a time there was a lazy fox named Momo. Momo lived in a forest and liked to run."
+    logprobs = model.logprobs(tokenize(TINY35, text))
+    assert logprobs.mean() > -0.6 and abs(perplexity(TINY35, stdin=text)[1] + logprobs.mean()) < 0.01
 
 
 @pytest.mark.parametrize("ending", [b"", b"\n", b"\r\n"])

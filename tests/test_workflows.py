@@ -97,7 +97,7 @@ def test_the_oldest_versions():
     assert found.split() == [package.replace(">=", "==") for package in re.findall('^#   "(.*)",$', block, re.M)] != []
 
 
-@pytest.mark.parametrize("path", [ROOT / "export.py", *(ROOT / "tests").glob("*.py"), *(ROOT / "tests/tiny").glob("*.py")],
+@pytest.mark.parametrize("path", [ROOT / "export.py", *(ROOT / "tests").glob("*.py"), *(ROOT / "tests").glob("tiny*/*.py")],
                          ids=lambda path: path.name)
 def test_pyflakes(path):
     """No name is unused or unknown, but where a line says noqa: imports for others, fixtures."""
