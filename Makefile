@@ -1,7 +1,8 @@
 # make            builds ./qwen3 for this machine
-# make run        asks the tiny model of tests/ a question, or MODEL=FILE
-# make journey    shows how a token goes through the tiny model: TEXT="The capital of France is"
-# make book       writes book.html, which explains Part I with the numbers of a run of the tiny model
+# make run        asks the tiny model of tests/ a question, or MODEL=FILE (a second: tests/tiny35/tiny35.bin)
+# make book       writes book.html: a page that explains Part I with the numbers of a real run
+# make journey    shows how the last token of a text goes through the tiny model, or MODEL=FILE:
+#                 TEXT="The capital of France is", or as a chat's question QUESTION="Who are you?"
 # make install    puts it into PREFIX/bin [/usr/local/bin]; make uninstall takes it away
 # make check      tests the functions of qwen3.c, without Python: seconds
 # make test       makes a virtual environment in tests/.venv and tests everything that is promised,
@@ -15,8 +16,8 @@
 # make debug      builds ./qwen3 with the address and undefined-behaviour sanitizers
 # make fuzz       feeds it mutated files and texts: FUZZ_SECONDS=600 for each of nine targets
 # make release-x86-64-v3, -x86-64-avx512, -aarch64, -macos-arm64, -windows
-#                 builds release/qwen3-VERSION-...; make answer asks what was built there,
-#                 make sums adds export.py and SHA256SUMS, make notes TAG=... prints what is new
+#                 builds release/qwen3-VERSION-...; make answer asks what was built there, make sums
+#                 adds export.py, the book, LICENSE and SHA256SUMS, make notes TAG=... prints what is new
 CC ?= cc
 PREFIX ?= /usr/local
 WARNINGS = -Wall -Wextra
@@ -168,9 +169,13 @@ answer:
 	  *"The capital of France is Paris." | *"CPU: lacks an instruction"*) ;; *) exit 1 ;; esac \
 	done
 
-sums:
-	install -m 644 export.py release
-	cd release && sha256sum export.py qwen3-* > SHA256SUMS
+# What stands beside the programs. musl and winpthreads, which some contain, have our license, too.
+sums: book
+	install -m 644 export.py book.html release
+	{ cat LICENSE && echo && echo "The programs for Linux contain musl, Copyright (c) 2005-2020 Rich" \
+	  "Felker and others, that for Windows winpthreads, Copyright (c) 2011-2016 mingw-w64 project," \
+	  "both under the same license."; } > release/LICENSE
+	cd release && sha256sum LICENSE book.html export.py qwen3-* > SHA256SUMS
 
 # A release's text: its part of the changelog
 notes:
@@ -183,9 +188,9 @@ fuzz: tests/fuzz tests/.venv
 	FUZZ_SECONDS=$(FUZZ_SECONDS) $(PYTEST) -s tests/test_fuzz.py
 
 clean:
-	rm -f qwen3 qwen3.exe qwen3-plain tests/test tests/render tests/bench tests/journey tests/book book.html tests/fuzz \
-	      tests/libfuzzer .flags
+	rm -f qwen3 qwen3.exe qwen3-plain tests/test tests/render tests/bench tests/journey tests/book \
+	      tests/fuzz tests/libfuzzer book.html book.html.part .flags
 	rm -rf release tests/.venv
 
-.PHONY: help source plain run journey book bench quality portable install uninstall debug check test test-all answer sums \
-        notes fuzz clean FORCE
+.PHONY: help source plain run journey book bench quality portable install uninstall debug check \
+        test test-all answer sums notes fuzz clean FORCE

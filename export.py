@@ -9,6 +9,8 @@
 #   "tqdm>=4.60",
 #   "gguf>=0.19",
 # ]
+# [tool.uv]
+# exclude-newer = "2026-11-28T00:00:00Z"
 # ///
 """Converts a Qwen3.5, Qwen3 or Qwen2 checkpoint to the two files that qwen3.c reads.
 

@@ -248,8 +248,8 @@ def test_release(name, compiler, runner, tmp_path):
     assert re.fullmatch(rf"qwen3-\d+\.\d+-{name}(\.exe)?", program.name)
     if runner != "wine64" and shutil.which("readelf"):
         assert "INTERP" not in call("readelf", "-lW", program).stdout
-    (tmp_path / "tests/tiny").symlink_to(TINY)
-    shutil.copy(ROOT / "export.py", tmp_path)
+    for file in ("export.py", "LICENSE", "tests/tiny", "tests/tiny35", *(f"tests/book.{end}" for end in ("py", "md", "html"))):
+        (tmp_path / file).symlink_to(ROOT / file)
     start = {None: "", "wine64": f"env WINEPREFIX={tmp_path}/wine WINEDEBUG=-all {wine}"}.get(runner, runner)
     said = build(tmp_path, "-s", "answer", f"RUN={start}")
     if "CPU: lacks an instruction" in said:
@@ -257,8 +257,10 @@ def test_release(name, compiler, runner, tmp_path):
     assert said.endswith(f"{program.name}: {ANSWER.decode()}") or runner == "wine64" and ANSWER.decode() in said
     build(tmp_path, "-s", "sums")
     sums = (tmp_path / "release/SHA256SUMS").read_text()
-    assert sums.splitlines() == [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}"
-                                 for path in (tmp_path / "export.py", program)]
+    beside = [tmp_path / "release" / name for name in ("LICENSE", "book.html", "export.py")]
+    assert sums.splitlines() == [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}" for path in (*beside, program)]
+    assert beside[0].read_text().startswith((ROOT / "LICENSE").read_text()) and b"<!--" not in beside[1].read_bytes()
+    assert beside[2].read_bytes() == (ROOT / "export.py").read_bytes()
 
 
 def write_model(path, ones={}, **numbers):

@@ -2,6 +2,7 @@
 import ast
 import re
 import sys
+from datetime import datetime
 
 import pytest
 import yaml
@@ -35,13 +36,23 @@ def test_schema(path):
     assert run.returncode == 0, run.stdout + run.stderr
 
 
+def test_dependabot():
+    """The pinned actions are renewed."""
+    pytest.importorskip("check_jsonschema")
+    path = ROOT / ".github/dependabot.yml"
+    run = call(sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.dependabot", path)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert [update["package-ecosystem"] for update in yaml.safe_load(path.read_text())["updates"]] == ["github-actions"]
+
+
 @each_workflow
 def test_jobs(path):
     """Each ends some day, has no more rights than it says, and needs what exists; an action is a commit."""
     workflow = yaml.safe_load(path.read_text())
     assert workflow["permissions"] == {}
     for _, job, matrix in jobs(path):
-        assert job["timeout-minutes"] and job["permissions"].keys() == {"contents"}
+        pages = {"pages", "id-token"} if path.name == "pages.yml" else set()
+        assert job["timeout-minutes"] and job["permissions"].keys() == {"contents"} | pages
         assert job.get("needs", "draft") in workflow["jobs"] | {"draft": None}
         text = yaml.safe_dump(job)
         used = set(re.findall(r"\bmatrix\.(\w+)", text))
@@ -84,6 +95,13 @@ def test_the_release_is_what_make_builds():
     kinds = re.findall(r"^release-([\w-]+): BUILD", (ROOT / "Makefile").read_text(), re.M)
     (matrix,) = (matrix for name, _, matrix in jobs(ROOT / ".github/workflows/release.yml") if name == "build")
     assert sorted(row["name"] for row in matrix) == sorted(kinds)
+
+
+def test_the_newest_versions():
+    """uv takes no package of export.py that is newer than its release's day."""
+    block = (ROOT / "export.py").read_text().partition('"""')[0]
+    day, = re.findall(r'^# \[tool\.uv\]\n# exclude-newer = "(\d{4}-\d\d-\d\dT00:00:00Z)"\n# ///$', block, re.M)
+    assert datetime.fromisoformat(day.removesuffix("Z")) < datetime.now()
 
 
 def test_the_oldest_versions():
