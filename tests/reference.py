@@ -116,6 +116,7 @@ class Transformer:
         beta = sigmoid(h @ w["wb"][i].T)                                        # (n, v heads)
         softplus = np.logaddexp(0, h @ w["wa"][i].T + w["dt_bias"][i]).astype(F32)
         decay = np.exp(-w["decay"][i] * softplus)
+        self.learned = k, v, decay, beta                                        # for who looks at them
         out = np.empty_like(v)
         for t in range(len(h)):
             S = S * decay[t, :, None, None]
@@ -624,6 +625,8 @@ def journey(model, tokenizer, text):
         line = f"{l:3} {np.linalg.norm(x[-1]):6.2f}  {p.max():.2f} {name[p.argmax()]:8}"
         heads = [f"  {s.max():.2f} {s.argmax()} {name[ids[s.argmax()]]:10}"
                  for s in (shares[:, -1] if l else ())]
+        if l and not heads:                                     # a delta layer: what it keeps, and learns
+            heads = [f"  keeps {keeps:.2f}, learns {learns:.2f}" for keeps, learns in zip(*(y[-1] for y in model.learned[2:]))]
         for start in range(0, max(len(heads), 1), 4):
             yield (line + "".join(heads[start:start + 4])).rstrip()
             line = " " * 25

@@ -14,6 +14,9 @@ TEXTS = ["The capital of France is", "Paris is the capital of France, and Tokyo 
          "<think>\n\n</think>\n\n"]
 
 
+TINY35 = TESTS / "tiny35/tiny35.bin"
+
+
 def run(*args):
     program = TESTS / "journey"
     assert program.exists(), "make tests/journey"
@@ -50,6 +53,22 @@ def test_tiny_model(text):
     model, tokens = read(TINY / "tiny.bin")
     assert encode(text, *tokens[1:]) == tokenize(TINY / "tiny.bin", text.encode())
     assert not differences(program(text), journey(model, tokens, text))
+
+
+@pytest.mark.parametrize("text", TEXTS[:2])
+def test_delta_layers(text):
+    """Of each of their heads how much it keeps of its memory, and learns of the new."""
+    model, tokens = read(TINY35)
+    assert not differences(program(TINY35, text), journey(model, tokens, text))
+
+
+def test_make():
+    """MODEL is another model, QUESTION what a chat's prompt asks."""
+    make = ["make", "-s", "--no-print-directory", "journey"]
+    said = call(*make, f"MODEL={TINY35}", "TEXT=It's \"one\"", cwd=TESTS.parent)
+    assert said.returncode == 0 and said.stdout == program(TINY35, "It's \"one\""), said
+    said = call(*make, "QUESTION=What is Tokyo in Japanese?", cwd=TESTS.parent)
+    assert said.returncode == 0 and said.stdout == program(TEXTS[-1]), said
 
 
 def test_readme_shows_it():
