@@ -166,8 +166,8 @@ def run_all(commands, folder):
                 status, error = run_export(*shlex.split(arguments, comments=True))
                 assert status == 0, error
         else:
-            where = folder / "outside" if "git clone " in commands[0] else folder
             script = "".join(map(as_it_runs, group))
+            where = folder / "outside" if "git clone " in script else folder
             done = subprocess.run(["sh", "-e", "-c", script], cwd=where, timeout=300,
                                   capture_output=True, env=substituted(folder), stdin=subprocess.DEVNULL)
             assert done.returncode == 0, done.stderr
@@ -333,13 +333,18 @@ def test_options_are_those_of_the_help():
             assert re.search(rf"^ +{code.split()[0]} ", help_texts, re.M), code
 
 
-@pytest.mark.parametrize("path", READMES[:4], ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("path", READMES, ids=lambda path: path.parent.name)
 def test_what_is_named_is_there(path):
     """Files by links or inline code, functions and types by inline code."""
     text = path.read_text()
     sources = "".join(file.read_text() for file in (ROOT / "qwen3.c", ROOT / "export.py", ROOT / "Makefile"))
     for link in re.findall(r"\]\(([^)]+)\)", text):
-        assert link == "../../releases" or link.startswith("https://") or (path.parent / link).exists(), link
+        if link.startswith("#"):
+            assert re.search(rf"^#+ {link[1:].replace('-', ' ')}$", text, re.M | re.I), link
+        elif link.startswith("../../actions/workflows/"):
+            assert (ROOT / ".github/workflows" / link.removesuffix("/badge.svg").split("/")[-1]).exists(), link
+        else:
+            assert link == "../../releases" or link.startswith("https://") or (path.parent / link).exists(), link
     for code in inline_code(text):
         if re.fullmatch(r"[\w/]+\.(?:c|h|md|py|txt)|tests/\w+/?", code):
             places = ROOT, TESTS, ROOT / ".github"
@@ -376,11 +381,11 @@ def test_budgets():
 
 
 def test_shown_answers():
-    """What `make run` writes last; in the conversation, after `> ` and a turn, its answer."""
+    """What `make run` writes last; in the tiny model's conversation, after `> ` and a turn, its answer."""
     shown = re.search(r"^\$ make run\n.*\n(.*)\n", READMES[0].read_text(), re.M)[1]
     result = call("make", "-s", "--no-print-directory", "run", cwd=ROOT)
     assert result.returncode == 0 and result.stdout.splitlines()[-1] == shown == "The capital of France is Paris."
-    shown = re.search(r"^```text\n(.*?)^```$", READMES[0].read_text(), re.M | re.S)[1].splitlines()
+    shown = re.search(r"^```text\n(.*?)^```$", READMES[4].read_text(), re.M | re.S)[1].splitlines()
     turns, answers = shown[::2], shown[1::2]
     assert len(turns) == 3 and all(turn.startswith("> ") for turn in turns)
     chat = call(QWEN3, TINY / "tiny.bin", "-m", "chat", "-t", 0, input="".join(turn[2:] + "\n" for turn in turns))
@@ -440,6 +445,18 @@ def test_table_of_models():
         assert table[name] == [" / ".join(f"{x:g}" for x in cell) for cell in digits], name
 
 
+def test_ratios():
+    """What the first lines say of llama.cpp is in the table: prompts and answers, of both models, in 8 and in 4 bits."""
+    text = READMES[0].read_text()
+    said = re.search(r"prompts run ([\d.]+) to ([\d.]+) times as fast as in llama.cpp,\s+and\s+answers\s+([\d.]+)\s+to\s+([\d.]+)", text)
+    ours, _, ours_4, theirs, theirs_4 = (
+        [[float(x) for x in cell.split(" / ")] for cell in row.split(" | ")] if "| |" not in row else None
+        for row in re.findall(r"^\| (?:qwen3.c|8 bits|4 bits|llama.cpp|Q4_0)[^|]*\| (.*) \|$", text, re.M))
+    ratios = [[a / b for row, other in ((ours, theirs), (ours_4, theirs_4)) for i in kind for a, b in zip(row[i], other[i])]
+              for kind in ((0, 2), (1, 3))]
+    assert [f"{f(kind):.1f}" for kind in ratios for f in (min, max)] == list(said.groups())
+
+
 def test_picture_of_the_heads():
     """Its texts say what the model does now: the tokens, the heads that find the name, the answer without these."""
     def texts(svg):
@@ -459,10 +476,11 @@ def test_new_user(folder, tmp_path_factory):
     (home / "bin").mkdir()
     shutil.copy(folder / "bin/uv", home / "bin")
     first, second = BLOCKS[:2]
-    assert first[0].startswith("git clone ") and second[1] == "uv run export.py Qwen/Qwen3-0.6B\n"
-    clone = f"git clone -q {shlex.quote(str(ROOT))} qwen3.c\n"
-    model = "mkdir Qwen; ln -s ../tests/tiny/model Qwen/Qwen3-0.6B\n"
-    done = subprocess.run(["sh", "-e", "-c", "".join([clone, *first[1:], model, *second])], cwd=home,
+    assert first[0].startswith("git clone ADDRESS qwen3.c && ") and second == ["make run\n"]
+    assert first[1].startswith("uv run export.py Qwen/Qwen3-0.6B-GGUF Qwen3-0.6B.bin ")
+    clone = first[0].replace("ADDRESS", f"-q {shlex.quote(str(ROOT))}")
+    model = "mkdir Qwen; ln -s ../tests/tiny/model Qwen/Qwen3-0.6B-GGUF\n"
+    done = subprocess.run(["sh", "-e", "-c", "".join([clone, model, *first[1:2], *second, *first[2:]])], cwd=home,
                           capture_output=True, text=True, timeout=1200, env=env, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stderr
     assert "The capital of France is Paris.\n" in done.stdout
