@@ -11,7 +11,7 @@
 # make test-all   tests what takes longer: sanitizers, fuzzing, long tables, other compilers and systems
 # make bench      measures this build on this machine, with a synthetic model: MODEL=0.6b BITS=8
 # make quality    compares 8 and 4 bits with the unquantized model: SOURCE=ORG/NAME
-# make plain      builds ./qwen3-plain from the definitions in Part I of qwen3.c: one thread, no SIMD
+# make plain      builds ./qwen3-plain of Part I of qwen3.c, for a debugger: one thread, no SIMD, -O0
 # make portable   builds ./qwen3 for every machine of this architecture, without newer instructions
 # make debug      builds ./qwen3 with the address and undefined-behaviour sanitizers
 # make fuzz       feeds it mutated files and texts: FUZZ_SECONDS=600 for each of nine targets
@@ -52,6 +52,7 @@ qwen3: qwen3.c Makefile .flags
 .flags: FORCE
 	@echo '$(CC) $(ALL_CFLAGS) $(LDFLAGS)' | cmp -s - $@ || echo '$(CC) $(ALL_CFLAGS) $(LDFLAGS)' > $@
 
+plain: CFLAGS = -O0
 plain: qwen3-plain
 qwen3-plain: qwen3.c Makefile .flags
 	$(CC) $(ALL_CFLAGS) -g -DPLAIN $(LDFLAGS) -o $@ qwen3.c $(LDLIBS)
