@@ -264,7 +264,6 @@ int main(int argc, char **argv) {
         "The capital of Wales is", "3 + 4 = "};
     static const char text[] = "The capital of France is";
     start_platform(&argc, &argv);
-    if (argc > 2) die_usage("usage: tests/book [MODEL.bin]");
     open_model(argc == 2 ? argv[1] : "tests/tiny/tiny.bin");
     begin(NULL, '{');
     if (c->attention_every) put_memory(text);
@@ -280,5 +279,4 @@ int main(int argc, char **argv) {
         put_delta();
     }
     end('}');
-    puts("");
 }

@@ -81,10 +81,10 @@ def highlight(code, known):
     def mark(found):
         kind, text = found.lastgroup, html.escape(found[0], quote=False)
         if kind in ("name", "other"):
-            return f'<a href="#{text}">{text}</a>' if text in known else text
+            return f'<a href="#{text}">{text}</a>' if text in known else f"<span>{text}</span>" if found[0] == "->" else text
         return f"<i class={kind}>{text}</i>"
     return re.sub(rf"(?P<c>//.*)|(?P<s>{STRINGS})|(?P<k>\b(?:{WORDS})\b|^#\w+)|(?P<n>\b\d[\w.]*)|"
-                  r"(?P<name>\b[a-z]\w+)|(?P<other>[<>&])", mark, code, flags=re.M)
+                  r"(?P<name>\b[a-z]\w+)|(?P<other>->|[<>&])", mark, code, flags=re.M)
 
 
 def prose(comment):
@@ -147,7 +147,7 @@ class Book:
                 item.placed = True
                 ids = "".join(f'<a id="{other}"></a>' for other in item.names if known[other][-1] is item)
                 comment, code = prose(item.comment), highlight("\n".join(item.code), self.part_one)
-                beside = "<pre>" not in comment and len(comment) < 30 * len(item.code) + 150
+                beside = "<pre>" not in comment and len(comment) < 24 * len(item.code) + 120
                 kind = "pair" if beside else "stack"
                 self.out.append(f"<div class={kind}><div class=say>{ids}{comment}</div><div class=code>"
                                 f"<b>{item.where}</b><pre>{code}</pre></div></div>")
@@ -188,7 +188,11 @@ class Book:
                 continue
             if paragraph:
                 text = inline(self.fill(" ".join(paragraph)))
-                self.out.append(f"<p>{text}</p>" if text[:2] != "- " else f"<ul>{re.sub('(^| )- ', '<li>', text)}</ul>")
+                if paragraph[0].startswith("    "):
+                    text = "<pre class=quote>" + html.escape(self.fill(textwrap.dedent("\n".join(paragraph)))) + "</pre>"
+                elif text.startswith("- "):
+                    text = f"<ul>{re.sub('(^| )- ', '<li>', text)}</ul>"
+                self.out.append(text if text[0] == "<" else f"<p>{text}</p>")
                 paragraph = []
             if line.startswith("# "):
                 self.chapters.append(line[2:])
