@@ -323,7 +323,7 @@ def test_other_code_is_no_command():
     """What has several words: options, lines of a conversation, messages; the tiny model's questions."""
     others = inline_code("\n\n".join(path.read_text() for path in READMES[:4]))
     others = [code for code in others if " " in code and not is_command(code)]
-    assert not [code for code in others if not re.match(r"-|/|qwen3: |export.py --check$", code)]
+    assert not [code for code in others if not re.match(r"-|/|qwen3: |export.py --(check|form)$", code)]
 
 
 def test_options_are_those_of_the_help():
