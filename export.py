@@ -118,6 +118,7 @@ CHOICES = {"$ref": "", "const": "type", "enum": "type", "anyOf": "discriminator"
            "oneOf": "discriminator", "allOf": ""}  # in place of limits -> what may stand beside it
 MOST_CASES, LONGEST_FORM = 1000, 100_000  # bytes: an argument of a command may have 128 KB
 MOST, WHOLE = 10 ** 18 - 1, "(?:0|[1-9][0-9]{0,17})"  # of a number without a bound
+SIMPLE = {"null": "null", "boolean": "(?:true|false)"}
 BLANK, HEX = r"(?: |\n {0,24})?", "[0-9A-Fa-f]"
 CHARACTER = (rf'(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u(?:[0-9A-CE-Fa-ce-f]{HEX}{{3}}|[Dd](?:[0-7]'
              rf"{HEX}{{2}}|[89ABab]{HEX}{{2}}\\u[Dd][C-Fc-f]{HEX}{{2}}))))")  # surrogates by pairs
@@ -162,7 +163,8 @@ class Part(NamedTuple):
 
     def write(self) -> str:
         try:
-            form = join([getattr(part, f"write_{kind}")() for kind, part in self.find_cases()])
+            form = join([SIMPLE.get(kind) or getattr(part, f"write_{kind}")()
+                         for kind, part in self.find_cases()])
             size = len(form.encode())
             self.need(size <= LONGEST_FORM, "too large", f"an expression of {LONGEST_FORM} bytes")
             return form
@@ -203,11 +205,10 @@ class Part(NamedTuple):
     def follow(self) -> Part:
         """What a $ref names."""
         names = [unquote(x).replace("~1", "/").replace("~0", "~") for x in self.value.split("/")]
-        try:
-            assert names[:2] in (["#", "$defs"], ["#", "definitions"])
+        self.need(names[:2] in (["#", "$defs"], ["#", "definitions"]), "wrong", "#/$defs/NAME")
+        with suppress(KeyError, TypeError):
             return Part("$", self.root, self.root).member(*names[1:])
-        except (AssertionError, KeyError, TypeError):
-            self.need(False, "missing", "#/$defs/NAME or #/definitions/NAME")
+        self.need(False, "missing", "a schema of this name")
 
     def join_cases(self, parts: list[Part], once: bool) -> list[tuple[str, Part]]:
         """The alternatives of all parts. Once: no value may be of two parts."""
@@ -221,12 +222,6 @@ class Part(NamedTuple):
         cases = sum(groups, [])
         self.need(len(cases) <= MOST_CASES, "too many alternatives", MOST_CASES)
         return cases
-
-    def write_null(self) -> str:
-        return "null"
-
-    def write_boolean(self) -> str:
-        return "(?:true|false)"
 
     def write_value(self) -> str:
         return quote(json.dumps(self.value, ensure_ascii=False, allow_nan=False))
@@ -267,6 +262,7 @@ class Part(NamedTuple):
         return least, most
 
     def write_array(self) -> str:
+        self.need("items" in self.value, "any items", "an array with items")
         (least, most), item = self.find_counts("minItems", "maxItems"), self.member("items").write()
         more = repeat(f"(?:,{BLANK}{item})", max(least - 1, 0), most - 1)
         return rf"\[(?:{BLANK}{item}{more}{BLANK}){'' if least else '?'}\]" if most else r"\[\]"
@@ -305,10 +301,11 @@ class Part(NamedTuple):
             """The highest bound of sign * number from below, and if it is excluded."""
             found = [(-MOST - 1, True)]
             for key in self.value.keys() & {*keys}:
-                bound = sign * self.value[key]
-                self.member(key).need(not fraction or bound % 1 == 0 and abs(bound) < 1e9,
-                                      "not supported", "a whole number below 1e9")
-                found.append((math.ceil(bound), "exclusive" in key and bound % 1 == 0))
+                bound = self.value[key]
+                self.member(key).need(type(bound) in (int, float) and (
+                    not fraction or bound % 1 == 0 and abs(bound) < 1e9), "not supported",
+                    "a whole number below 1e9" if fraction else "a number")
+                found.append((math.ceil(sign * bound), "exclusive" in key and bound % 1 == 0))
             return max(found)
 
         if not self.value.keys() & {*BOUNDS.split()}:
@@ -354,11 +351,11 @@ def write_range(low: int, high: int) -> list[str]:
 
 def may_overlap(kind: str, a: Part, other_kind: str, b: Part) -> bool:
     """False if no value is of both cases: types, values or those of a required member differ."""
-    if kind == other_kind == "value":
-        return a.value == b.value
     kinds = {TYPES[type(x.value)] if y == "value" else y for x, y in ((a, kind), (b, other_kind))}
-    if len(kinds) > 1 or not kind == other_kind == "object":
-        return len(kinds) == 1 or kinds == {"integer", "number"}
+    if len(kinds) > 1 and kinds != {"integer", "number"}:
+        return False
+    if not kind == other_kind == "object":
+        return not kind == other_kind == "value" or a.value == b.value
     for name in a.value.get("required", []) + b.value.get("required", []):
         have = [x for x in (a, b) if name in x.value.get("properties", {})]
         if len(have) == 2:
@@ -406,11 +403,16 @@ def print_form(args: list[str]) -> None:
     if len(args) != 2 or args[0] != "--form":
         print("export.py: --form: expected SCHEMA.json, or -, and nothing else", file=sys.stderr)
         sys.exit(2)
+    def take(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if twice := [name for name, n in Counter(name for name, _ in pairs).items() if n > 1]:
+            raise ValueError(f"an object, expected each name once, found {twice[0]!r} twice")
+        return dict(pairs)
+
     try:
         text = sys.stdin.buffer.read() if args[1] == "-" else Path(args[1]).read_bytes()
-        schema = json.loads(text)
+        schema = json.loads(text, object_pairs_hook=take)
         sys.stdout.buffer.write(Part("$", schema, schema).write().encode() + b"\n")
-    except (OSError, ValueError, FormError) as error:
+    except (OSError, ValueError, RecursionError, FormError) as error:
         line = f"export.py: {args[1]}: {getattr(error, 'strerror', 0) or error}"
         sys.exit("".join(c if c.isprintable() else ascii(c)[1:-1] for c in line))
 

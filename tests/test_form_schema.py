@@ -173,7 +173,8 @@ A, B = ({"type": "object", "properties": {"k": {"const": x}}, "required": ["k"]}
     *[({"type": "string", "pattern": x}, "$.pattern: ") for x in
       ("(?!a)b", r"(a)\1", r"\bx", "a*+", "a{2", "(", ")", "[]a]", "(?i)a", r"\p{L}", "^a|b$", "a^b", "a$b", "(?P<x>a)", r"[^\s\S]", "*a", "a**")],
     ({"type": "integer", "minimum": 3, "maximum": 2}, "$: no value matches"), ({"type": "number", "exclusiveMinimum": 3, "maximum": 3}, "$: no value"),
-    ({"type": "number", "minimum": .5}, "$.minimum: "), ({"type": "integer", "multipleOf": 2}, "$.multipleOf: not"),
+    ({"type": "number", "minimum": .5}, "$.minimum: "), ({"type": "integer", "minimum": 3, "exclusiveMinimum": True}, "$.exclusiveMinimum: "),
+    ({"type": "number", "maximum": "3"}, "$.maximum: "), ({"type": "integer", "multipleOf": 2}, "$.multipleOf: not"),
     ({"enum": []}, "$.enum: "), ({"anyOf": []}, "$.anyOf: "), ({"type": []}, "$"), ({"type": "array"}, "$"), ({}, "$: any value"), (True, "$: "),
     ({"type": "strin"}, "$.type: "), ({"type": ["string", 3]}, "$.type: "), ({"type": {"a": 1}}, "$"), ({"$ref": "x"}, "$.$ref: "), ({"$ref": "#/$defs/A"}, "$.$ref: "),
     ({"anyOf": [{"type": "string"}], "type": "string"}, "$.type: not supported"), ({"type": "object", "required": ["x"]}, "$.required[0]: "),
@@ -184,6 +185,7 @@ A, B = ({"type": "object", "properties": {"k": {"const": x}}, "required": ["k"]}
     ({"type": "array", "items": {"type": "null"}, "minItems": 1.5}, "$.minItems: "), ({"type": "string", "minimum": 1}, "$.minimum: not supported"),
     ({"allOf": [A, B]}, "$.allOf: "), ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "$.oneOf[1]: oneOf"), ({"enum": ["a"], "minLength": 2}, "$.minLength: "),
     ({"oneOf": [A, B | {"required": []}, B]}, "$.oneOf[2]: oneOf"), ({"oneOf": [{"const": 1}, {"enum": [2, 1.0]}]}, "$.oneOf[1]: oneOf"),
+    ({"oneOf": [{"const": True}, {"const": 1}, {"const": 2}, {"const": 1}]}, "$.oneOf[3]: oneOf"),
     ({"type": "string", "pattern": "a", "maxLength": 3}, "$.maxLength: "), ({"type": "object", "properties": {"x": False}}, "$.properties.x: "),
     ({"type": "array", "items": [{"type": "null"}]}, "$.items: "), ({"const": "\ud800"}, "$"), ({"const": float("inf")}, "$"), ({"enum": "abc"}, "$.enum: "),
     ({"$ref": "#/$defs/A", "$defs": {"A": {"type": "array", "items": {"$ref": "#/$defs/A"}}}}, "$.$defs.A"),
@@ -219,7 +221,7 @@ def test_command_line(tmp_path):
     assert re.fullmatch(done.stdout[:-1], json.dumps(row)) and re.fullmatch(done.stdout[:-1], json.dumps(row | {"day": None}, indent=2))
     for wrong in {"pet": {"lives": 9}}, {"pet": {"kind": "dog", "lives": 9}}, {"price": 0.0}, {"day": "2023-02-29"}, {"tags": ["ok"] * 4}:
         assert not re.fullmatch(done.stdout[:-1], json.dumps(row | wrong)), wrong
-    for args, stdin, status, words in ((("--form", "-"), '{"type": "string", "format": "x\\u001b"}', 1, "-: $.format: "), (("--form", "-"), "{", 1, "-: "),
+    for args, stdin, status, words in ((("--form", "-"), '{"type": "string", "format": "x\\u001b"}', 1, "-: $.format: "), (("--form", "-"), "{", 1, "-: "), (("--form", "-"), '{"type": "null", "type": "null"}', 1, "'type' twice"), (("--form", "-"), "[" * 99999, 1, "-: "),
                                        (("--form", tmp_path / "none.json"), "", 1, "none.json: No such file"), (("--form",), "", 2, "expected"),
                                        (("SOURCE", "--form", path), "", 2, "expected"), (("--form", "-"), "\udcff", 1, "-: ")):
         done = run(*args, stdin=stdin) if "\udcff" not in stdin else run(*args, stdin="\xff{")
