@@ -721,6 +721,8 @@ FAMILIES = [
     Family("Qwen3NextForCausalLM qwen3_next", "qwen3next", DELTA_MOE, SHARED, 256,
            MOE_NUMBERS + DELTA_NUMBERS)]
 GGUF_FAMILIES = {row.gguf: row for row in FAMILIES if row.gguf}
+ARCHITECTURES = {name: row for row in FAMILIES for name in row.architectures.split()}
+OTHER_CLASSES = "VLMoe|For(?!(CausalLM|ConditionalGeneration)$)"  # whatever their model_type is
 
 
 class Source(NamedTuple):
@@ -754,16 +756,14 @@ def normalize_config(where: Path, config: dict) -> tuple[Family, dict]:
         config = text_config | {key: config[key] for key in top if config.get(key)}
     get = partial(read_value, where, config)
     names = list_names([str(x) for x in get("architectures", list) or [config.get("model_type")]])
-    # Of a wrapper or a class of one's own model_type says it, but not with another head or code.
-    other = "auto_map" in config or re.search("VLMoe|For(?!(CausalLM|ConditionalGeneration)$)", names)
-    known = [row for name in (names, other or config.get("model_type")) for row in FAMILIES
-             if name in row.architectures.split()]
-    if not known:
+    family, kind = ARCHITECTURES.get(names), str(config.get("model_type"))
+    if not (family or re.search(OTHER_CLASSES, names) or "auto_map" in config):  # one's own, a wrapper
+        family = ARCHITECTURES.get(kind)
+        Notices.hints.append(f"{names} is not known: taken for its model_type, {kind}")
+    if not family:
         refuse(where, "not Qwen3's architecture", "the model that it was made from; of a reranker "
                "qwen3 gives the scores by -o 'yes|no'" if "ForSequenceClassification" in names else
                " ".join(row.architectures for row in FAMILIES), names)
-    if names not in (family := known[0]).architectures.split():
-        Notices.hints.append(f"{names} is not known: taken for its model_type, {config['model_type']}")
     quantized, mlx = get("quantization_config", dict), config.get("quantization")
     if quantized or mlx:  # refuse()'s arguments: it may be what a training left beside whole weights
         quantized = (where, "its quantized weights", "the unquantized checkpoint or a GGUF file",
@@ -772,9 +772,7 @@ def normalize_config(where: Path, config: dict) -> tuple[Family, dict]:
                and read_number(where, config, "max_window_layers", 28)
                < read_number(where, config, "num_hidden_layers"))
     layer_types = get("layer_types", list) or ["sliding" if sliding else "full_attention"]
-    if family.has_delta:
-        config = config | {"full_attention_interval": read_interval(where, config)}
-    else:
+    if not family.has_delta:
         require(where, "its sliding window (use_sliding_window, layer_types)",
                 list_names(sorted(set(map(str, layer_types)))), "full_attention")
     rope = get("rope_scaling", dict) or get("rope_parameters", dict)
@@ -1169,9 +1167,8 @@ def choose_gguf(where: object, files: list[str], wanted: str = "", default: str 
         refuse_folder(where, "not a checkpoint", "config.json or a GGUF file", files)
     wanted = wanted or (default if len(whole) > 1 else "")
     ending = re.compile(rf"(.*[-._/])?{re.escape(wanted)}\.gguf", re.IGNORECASE)
-    chosen = [model for model, parts in models.items()
-              if not wanted or wanted in (model, *parts) or ending.fullmatch(model)]
-    chosen = [model for model in chosen if model in whole] or chosen
+    chosen = [model for model, parts in models.items() if wanted in (model, *parts)] or [
+        model for model in whole if not wanted or ending.fullmatch(model)]
     if len(chosen) != 1:
         refuse(where, f"{'more than one' if chosen else 'no'} GGUF file {wanted}".strip(),
                "the name of one of these", list_names([*models], 30))
@@ -1274,8 +1271,7 @@ def read_gguf_config(path: Path, metadata: dict, tensors: dict[str, Tensor]) -> 
         if abs(read_number(path, rope, "attn_factor") * default - 1) >= 1e-3:
             rope["attention_factor"] = rope.pop("attn_factor")
     return GGUF_FAMILIES[name], numbers | {
-        "full_attention_interval": read_interval(path, numbers | {"layer_types": types}),
-        "num_hidden_layers": n_layers, "head_dim": head_dim,
+        "num_hidden_layers": n_layers, "layer_types": types, "head_dim": head_dim,
         "vocab_size": tensors["embed_tokens.weight"].shape[0],
         "norm_topk_prob": model.get("norm_top_k_prob", True),  # Ollama's: llama.cpp always divides
         "v_head_reordered": model.get("ssm.v_head_reordered", name != "qwen3next" and not any(
@@ -1490,7 +1486,8 @@ GROUP_SIZES, BOOLEANS = (32, 64, 128, 256), ("True", "False")  # BOOLEANS: repr(
 def read_header(source: Source, bits: int | None, group_size: int | None,
                 yarn: float | None) -> tuple[Header, dict[str, Tensor]]:
     """The header, and the tensors that are computed, from config.json and the user's options."""
-    where, config, family = source.file("config.json"), source.config, source.family
+    where, family = source.file("config.json"), source.family
+    config = source.config | {"full_attention_interval": read_interval(where, source.config)}
     if "VL" in family.architectures and (source.embedding or "embedding" in source.name.lower()):
         refuse(where, "a vision model that makes embeddings", "one that answers", source.name)
     for key, value in family.fixed.items():
@@ -2191,8 +2188,7 @@ def make_tokenizer(source: Source, vocab_size: int) -> tuple[bytes, bytes]:
                              "will continue texts; if it was tuned to chat, run it with -m chat")
     generation = {key: int(value) if type(value) is float and value.is_integer() else value
                   for key, value in source.generation.items() if value is not None}  # top_k 20.0
-    # transformers' but do_sample, which is false there
-    settings = {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "repetition_penalty": 1.0}
+    settings = {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "repetition_penalty": 1.0}  # HF's
     odd = [key for key in UNKNOWN if generation.get(key) not in (None, 0, 1, [])]
     for key, default in settings.items():
         try:
