@@ -2223,6 +2223,7 @@ def make_tokenizer(source: Source, vocab_size: int) -> tuple[bytes, bytes]:
     extension = b"".join(key.encode() + pack_bytes(data) for key, data in sections.items())
     records = b"".join(struct.pack("<f", scores.get(i, -1e6))
                        + pack_bytes(tokens.get(i, b"")) for i in range(vocab_size))
+    source.tokenizer.clear()  # the tensors' names may take as much memory
     return struct.pack("<3I", max(map(len, tokens.values())), bos, eos) + records, extension
 
 

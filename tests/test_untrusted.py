@@ -297,8 +297,9 @@ def costly_json(ck, folder):
 
 
 def costly_header(ck, folder):
+    costly_json(ck, folder)
     text = costly('{"y": 0}', export.TENSORS_SIZE).encode()
-    (ck.save(folder) / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
 
 
 ATTACKS = {  # name -> (attack, exit status, pattern)
