@@ -2576,7 +2576,8 @@ def match_tensors(source: Source, h: Header, computed: dict) -> tuple[Header, li
              and not (source.embedding and name == "lm_head.weight")
              and not name.endswith(".inv_freq")]  # rope's frequencies, from older programs
     guess = rf"|blk\.{h.n_layers}" if source.family.has_delta else ""  # what guesses a token
-    beside = rf"(?:language_|model\.)*((?:visual|vision_tower|v|mm|mtp|mtp_layers{guess})\.)"  # v: Ollama's
+    beside = (r"(?:_orig_mod\.|module\.|base_|language_|model\.)*"  # v, mm: Ollama's
+              rf"((?:visual|vision_tower|v|mm|mtp|mtp_layers{guess})\.)")
     left_out = sorted({f"{match[1]}*" for name in extra if (match := re.match(beside, name))})
     extra = [name for name in extra if not re.match(beside, name)]
     missing = [name for name in wanted if name not in dealt]

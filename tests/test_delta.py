@@ -130,6 +130,17 @@ def test_gguf_with_irregular_layers(tmp_path, tokenizer35, run, changes, pattern
     refused(run("m.gguf", "out.bin"), pattern)
 
 
+@pytest.mark.parametrize("model", ["dense", "moe"], indirect=True)
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "base_model.model."])
+def test_names_of_wrappers(tmp_path, model, tokenizer35, run, prefix):
+    """Also of what sees and what guesses, which may have experts of its own."""
+    config, tensors = model.published()
+    tensors |= {"mtp.layers.0.mlp.experts.0.up_proj.weight": np.ones((8, 8), np.float32)}
+    deltas.save(tmp_path / "hf", config, {prefix + name: x for name, x in tensors.items()}, tokenizer35)
+    assert ", without mtp.* and visual.*)" in run("hf", "out.bin")[1][0]
+    assert (tmp_path / "out.bin").read_bytes() == reference.Model.from_tensors(*model.published()).to_bytes()
+
+
 @pytest.mark.parametrize("name, rows, pattern", [
     ("blk.0.attn_qkv", 769, "shape of blk.0.attn_qkv.weight, expected rows in multiples of 1024, found .769, 64.$"),
     ("blk.0.attn_gate", 511, "shape of blk.0.attn_gate.weight, expected .512, 64., found .511, 64.$")])
