@@ -617,18 +617,21 @@ static void rates_of(const Layer *layer, const float *h, int dim, int head, floa
     *b = sigmoid(dot_of(wb, h, dim));
 }
 
-// The delta rule of one head: S (DELTA_DIM, DELTA_DIM) changes, and a = S^T q, added in order of i.
-static void learn(float *S, const float *q, const float *k, const float *v, float g, float b,
-                  float *a) {
-    for (int j = 0; j < DELTA_DIM; j++) {
-        float *column = S + j, found = 0, sum = 0;
-        for (int i = 0; i < DELTA_DIM; i++) found = mul_add(column[i * DELTA_DIM], k[i], found);
-        const float d = b * (v[j] - g * found);
-        for (int i = 0; i < DELTA_DIM; i++) {
-            column[i * DELTA_DIM] = mul_add(k[i], d, g * column[i * DELTA_DIM]);
-            sum = mul_add(column[i * DELTA_DIM], q[i], sum);
+// The delta rule of one head, or of n columns of its S: S (DELTA_DIM, n) changes, and a = S^T q (n),
+// both sums in order of i.
+INLINE void learn(float *restrict S, const float *q, const float *k, const float *v, float g,
+                  float b, float *restrict a, const int n) {
+    float d[DELTA_DIM] = {0};
+    for (int i = 0; i < DELTA_DIM; i++)
+        for (int j = 0; j < n; j++) d[j] = mul_add(S[i * n + j], k[i], d[j]);
+    for (int j = 0; j < n; j++) d[j] = b * (v[j] - g * d[j]);
+    memset(a, 0, n * sizeof(float));
+    for (int i = 0; i < DELTA_DIM; i++) {
+        for (int j = 0; j < n; j++) {
+            float *s = &S[i * n + j];
+            *s = mul_add(k[i], d[j], g * *s);
+            a[j] = mul_add(*s, q[i], a[j]);
         }
-        a[j] = sum;
     }
 }
 
@@ -659,7 +662,7 @@ static void run_delta(Model *m, int l, int pos) {
         const int i = head * DELTA_DIM, from = head / per_k * DELTA_DIM;
         float g, b;
         rates_of(layer, s->h, c->dim, head, &g, &b);
-        learn(S + i * DELTA_DIM, q + from, k + from, v + i, g, b, s->a + i);
+        learn(S + i * DELTA_DIM, q + from, k + from, v + i, g, b, s->a + i, DELTA_DIM);
         norm_and_gate(c, layer, s->a + i, s->a_gate + i);
     }
 }
@@ -5920,7 +5923,7 @@ static void attend_all(const Worker *me) {
 // The delta rule. It goes token by token, as in Part I: chunks of tokens would have other bits. The
 // columns of S do not need each other. So a thread takes some of them and goes through all rows,
 // and a text's stay in its L1 cache. In a state S is (DELTA_DIM / COLUMNS, DELTA_DIM, COLUMNS).
-enum { DELTA_VECS = 4, COLUMNS = DELTA_VECS * LANES };
+enum { COLUMNS = 4 * LANES };
 _Static_assert(DELTA_DIM % COLUMNS == 0, "whole blocks of columns");
 
 // Part `at` (n) of a row's state, before the row
@@ -5966,24 +5969,10 @@ static void learn_columns(const Worker *me, size_t at) {
     const float *k = q + c->delta_k_heads * size;
     const float *v = me->q + (2 * c->delta_k_heads + head) * size + at % DELTA_DIM;
     for (int t = 0; t < me->n; t++, q += DELTA_DIM, k += DELTA_DIM, v += DELTA_DIM) {
-        const VecF g = splat_f(me->decay[t * c->delta_v_heads + head]);
-        const VecF b = splat_f(me->rate[t * c->delta_v_heads + head]);
-        VecF *const S = (VecF *)take_state(&me->p->rows[t], S_at, n), *s = S;
-        VecF d[DELTA_VECS] = {0}, sum[DELTA_VECS] = {0};
-        for (int i = 0; i < DELTA_DIM; i++, s += DELTA_VECS) {
-            UNROLL for (int x = 0; x < DELTA_VECS; x++) d[x] = mul_add_v(s[x], splat_f(k[i]), d[x]);
-        }
-        UNROLL for (int x = 0; x < DELTA_VECS; x++)
-            d[x] = b * ((VecF)load_vector(v + x * LANES) - g * d[x]);
-        s = S;
-        for (int i = 0; i < DELTA_DIM; i++, s += DELTA_VECS) {
-            UNROLL for (int x = 0; x < DELTA_VECS; x++) {
-                s[x] = mul_add_v(splat_f(k[i]), d[x], g * s[x]);
-                sum[x] = mul_add_v(s[x], splat_f(q[i]), sum[x]);
-            }
-        }
+        const size_t rates = t * c->delta_v_heads + head;
+        float *S = take_state(&me->p->rows[t], S_at, n), *a = me->a + (size_t)t * c->delta_v_dim;
+        learn(S, q, k, v, me->decay[rates], me->rate[rates], a + at, COLUMNS);
         save_state(&me->p->rows[t], S_at, n);
-        memcpy(me->a + (size_t)t * c->delta_v_dim + at, sum, sizeof(sum));
     }
 }
 
