@@ -91,7 +91,7 @@
      Embedding and rope             Unicode, merging      Lines of input        Threads
      Attention                      Modes, options        Conversations         Workers
      The delta rule                 Texts and places      Starting a run        Matrix products
-     The feed-forward network       Many texts at once    JSON                  Attention
+     The feed-forward network       Many texts at once    JSON, rows            Attention
      The whole model                Drafts, a pass        Lists                 The delta rule
      Text to tokens                 Writing, thinking     Going on with a list  The work of a layer
      The sampler                    Given answers         main                  The memory of a run
@@ -617,7 +617,7 @@ static void rates_of(const Layer *layer, const float *h, int dim, int head, floa
     *b = sigmoid(dot_of(wb, h, dim));
 }
 
-// The delta rule of one head, or of n columns of its S: S (DELTA_DIM, n) changes, and a = S^T q (n),
+// The delta rule of a head, or of n columns of its S: S (DELTA_DIM, n) changes, and a = S^T q (n),
 // both sums in order of i.
 INLINE void learn(float *restrict S, const float *q, const float *k, const float *v, float g,
                   float b, float *restrict a, const int n) {
@@ -1329,13 +1329,11 @@ static double now(void);                              // seconds since some fixe
 static bool is_terminal(int fd);
 static unsigned file_mode(const char *path);          // st_mode, or 0 if there is no such file
 static Bytes file_map(const char *path);              // the whole file, mapped read-only
-static const char *file_read(Buffer *b, const char *path);  // adds it to b; NULL, or what is wrong
 static void write_stdout(Bytes text);                 // all of it, whatever signals come
 static const char *stdout_name = "stdout";            // for messages
 static int file_open(const char *path, bool append);  // to read (-: stdin) or append; -1: an error
 static bool file_lock(int fd);                        // false: another descriptor holds a lock
 static double file_size(int fd);                      // of a regular file, else 0
-static bool same_file(int a, int b);                  // two descriptors of one regular file
 static double memory_size(void);                      // that this process may use, in bytes
 static void use_huge_pages(void *p, size_t size);     // of HUGE_PAGE bytes, where there are such
 static ssize_t read_more(int fd, Buffer *b);          // as read(), but waits if fd is nonblocking
@@ -1475,7 +1473,8 @@ static void buffer_print(Buffer *b, const char *fmt, ...) {
     b->n--;
 }
 
-// say returns a text in printf's format. Use it, or report it if it is an error, before the next.
+// say returns a text in printf's format. It stays until the next say, and may be an argument of
+// that one: buffer_print makes a text before it adds it.
 static Buffer phrase;
 #define say(...) (phrase.n = 0, buffer_print(&phrase, __VA_ARGS__), (char *)phrase.p)
 
@@ -3176,12 +3175,14 @@ static struct Progress {
     bool shown;     // it is there
 } progress;
 
-// Clears the line, before an answer, a notice or an error begins.
+// Clears the line, before an answer, a notice or an error begins. No prompt has progress any more.
 static void progress_end(void) {
     if (progress.shown) fputs("\r\033[K", stderr);
     progress.shown = false;
     progress.tokens = 0;
 }
+
+#define RATE(x) (x) < 999.95, (x)  // for %.*f: it has a decimal only below 1,000
 
 // Shows `label`, the rate of about `tokens` tokens so far, and the time for the rest if this rate
 // stays: `part` of the work is done (0: unknown). (A prompt's rate falls: attention grows.)
@@ -3190,7 +3191,7 @@ static void progress_show(double tokens, double part, const char *label) {
     if (quiet || seconds < 2 || t < progress.painted + 0.1 || !is_terminal(STDERR_FILENO)) return;
     progress.painted = t;
     progress.shown = true;
-    fprintf(stderr, "\r%s, %.*f tokens/s", label, rate < 999.95, rate);
+    fprintf(stderr, "\r%s, %.*f tokens/s", label, RATE(rate));
     if (part > 0) fprintf(stderr, ", %.0f s left", seconds * (1 / part - 1));
     fputs("\033[K", stderr);
 }
@@ -3918,9 +3919,8 @@ static void report_answer(const Engine *e, const Text *t) {
                slot->thinking ? " inside its thinking" : "", endings[t->ending].by, n,
                may_grow ? say("; -c allows up to %d", all) : "");
     if (!quiet)
-        fprintf(stderr,  // rates with a decimal only below 1,000
-                "prompt %zu tokens at %.*f/s (%zu cached), answer %zu at %.*f/s%s\n", done,
-                p < 999.95, p, slot->cached, n, g < 999.95, g,
+        fprintf(stderr, "prompt %zu tokens at %.*f/s (%zu cached), answer %zu at %.*f/s%s\n", done,
+                RATE(p), slot->cached, n, RATE(g),
                 draws_ids(e) ? say(", seed %llu", e->options.seed) : "");
 }
 
@@ -4080,6 +4080,22 @@ static const char *drop_mark(Bytes *file) {
     }
     *file = bytes_from(*file, file->n > 2 && !memcmp(file->p, "\uFEFF", 3) ? 3 : 0);
     return NULL;
+}
+
+// Adds a file's text to b. Returns NULL, or what is wrong.
+static const char *file_read(Buffer *b, const char *path) {
+    const int fd = file_open(path, false);
+    const size_t start = b->n;
+    ssize_t got = fd < 0 ? -1 : 1;
+    while (got > 0 && b->n < INT_MAX) got = read_more(fd, b);
+    const char *error = got < 0 ? strerror(errno) : "too long, expected less than 2 GB";
+    if (fd > STDIN_FILENO) close(fd);
+    if (got != 0) return error;
+    Bytes text = {b->p + start, b->n - start};
+    error = drop_mark(&text);
+    if (text.n) memmove(b->p + start, text.p, text.n);
+    b->n = start + text.n;
+    return error;
 }
 
 typedef struct {   // of a file
@@ -4417,6 +4433,7 @@ typedef struct {
     Bytes rest;             // what has not been read
     size_t n;               // bytes of the whole line
     const char *error;      // or NULL; of this copy alone: after it nothing is taken any more
+    bool cut;               // the error is that the line ends inside a value
     Buffer *text;           // the last string: one buffer for all copies of a Json
     const uint8_t *string;  // where it begins
     const Tokenizer *tok;   // of the messages
@@ -4530,7 +4547,7 @@ static Json json_member(Json object, const char *name) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Lists (-l, -L): many texts run together. Each is a line, and so is its result, in the same order.
+// Rows: what lines of JSON (-L) mean. A row is a text, an array of messages, or an object with one.
 
 // Adds the parts of a message's content, an array, to `text`, as the chat template joins them.
 static void json_parts(Json *j, Json content, Buffer *text) {
@@ -4652,6 +4669,7 @@ static void json_line(Json *j, Conversation *talk, int kind, Buffer *out) {
     json_take_token(&all, "");
     json_need(&all, all.rest.n == 0, "the end of the line");
     j->error = all.error;
+    j->cut = j->error && all.rest.n == 0;
     if (json_byte(j) == '{' && !j->error) json_object(j, kind, out);
     const bool messages = talk && json_take(j, "[");
     int role = -1;
@@ -4669,6 +4687,9 @@ static void json_line(Json *j, Conversation *talk, int kind, Buffer *out) {
                : "a string, an object or, with -m chat, an array of messages");
     json_check(j, !messages || role >= USER, "role", "messages, the last of the user or assistant");
 }
+
+// ------------------------------------------------------------------------------------------------
+// Lists (-l, -L): many texts run together. Each is a line, and so is its result, in the same order.
 
 enum { AHEAD = 1024, AHEAD_BYTES = 16 << 20 };  // lines that may wait for an earlier one
 enum { KNOWN_AGAIN = 8 };                       // whole lines of FILE that run again (-w)
@@ -4788,8 +4809,7 @@ static const char *take_line(List *l, Bytes line) {
     if (o->given['L']) json_line(&j, chat ? talk : NULL, l->e->kind, line_of(l, l->read));
     else check_plain(l, j);
     const bool opens = memchr("[{", *line.p, 2);
-    const bool cut = j.error && strstr(j.error, "JSON") && strstr(j.error, "found the end");
-    if (j.error && l->read == 0 && (cut || !opens))  // the list may be another program's
+    if (j.error && l->read == 0 && (j.cut || !opens))  // the list may be another program's
         notice("%.600s: line 1 is no JSON? %s", l->in.name,
                opens ? "jq -c . makes lines, jq -c '.[]' of an array of texts"
                      : "-l takes plain lines; " CSV_TO_JSON);
@@ -4919,7 +4939,7 @@ static int report_list(const List *l) {
     fprintf(stderr, "%zu texts in %.1f s, prompts %zu tokens (%zu cached)", n, seconds,
             l->prompt_tokens, l->cached);
     if (modes[l->e->mode].has_answers) fprintf(stderr, ", answers %zu tokens", l->drawn);
-    fprintf(stderr, ", %.*f tokens/s", rate < 999.95, rate);
+    fprintf(stderr, ", %.*f tokens/s", RATE(rate));
     if (draws_ids(l->e) && n > 0)
         fprintf(stderr, ", seeds %llu to %llu", o->seed + l->in_file, o->seed + lines - 1);
     fputc('\n', stderr);
@@ -4977,6 +4997,12 @@ static void open_out(List *l) {
     free(in.data.p);
     if (dup2(in.fd, STDOUT_FILENO) < 0) die("%s: %s", file, strerror(errno));
     stdout_name = file;
+}
+
+static bool same_file(int a, int b) {  // of regular files; Windows' fstat has no inode
+    struct stat x, y;
+    return fstat(a, &x) == 0 && fstat(b, &y) == 0 && S_ISREG(x.st_mode) && x.st_ino != 0 &&
+           x.st_ino == y.st_ino && x.st_dev == y.st_dev;
 }
 
 // Opens the list, and with -w also FILE: then skips the lines that it has, but for the last ones.
@@ -5238,12 +5264,6 @@ INLINE float half_float(uint16_t half) {
     const float value = as_float(bits) * 0x1p112f;
     return as_float((uint32_t)load_i32(&value) | sign | (bits >= 0x0F800000 ? 0x7F800000 : 0));
 }
-
-static void *activations(size_t count, size_t size) {
-    return alloc(count, size, "the activations (-b makes them smaller)");
-}
-
-static float *floats(size_t count) { return activations(count, sizeof(float)); }
 
 #ifdef PLAIN
 #undef SIMD
@@ -6197,6 +6217,12 @@ static const char *no_cache(const Config *c, int texts, double size) {
                floor(fmin(room / position_size(&packed), c->max_seq_len)));
 }
 
+static void *activations(size_t count, size_t size) {
+    return alloc(count, size, "the activations (-b makes them smaller)");
+}
+
+static float *floats(size_t count) { return activations(count, sizeof(float)); }
+
 static Q8 q8_init(int cols, int group) { return (Q8){activations(cols, 1), floats(cols / group)}; }
 
 static void state_init(Model *m) {
@@ -6519,12 +6545,6 @@ static double file_size(int fd) {
     return fstat(fd, &st) == 0 && S_ISREG(st.st_mode) ? (double)st.st_size : 0;
 }
 
-static bool same_file(int a, int b) {  // Windows' fstat has no inode
-    struct stat x, y;
-    return fstat(a, &x) == 0 && fstat(b, &y) == 0 && S_ISREG(x.st_mode) && x.st_ino != 0 &&
-           x.st_ino == y.st_ino && x.st_dev == y.st_dev;
-}
-
 static void use_huge_pages(void *p, size_t size) {
     (void)p, (void)size;
 #ifdef MADV_HUGEPAGE
@@ -6555,21 +6575,6 @@ static ssize_t read_more(int fd, Buffer *b) {
         if (got > 0) b->n += got;
         if (got >= 0 || interrupted || (errno != EINTR && errno != EAGAIN)) return got;
     }
-}
-
-static const char *file_read(Buffer *b, const char *path) {
-    const int fd = file_open(path, false);
-    const size_t start = b->n;
-    ssize_t got = fd < 0 ? -1 : 1;
-    while (got > 0 && b->n < INT_MAX) got = read_more(fd, b);
-    const char *error = got < 0 ? strerror(errno) : "too long, expected less than 2 GB";
-    if (fd > STDIN_FILENO) close(fd);
-    if (got != 0) return error;
-    Bytes text = {b->p + start, b->n - start};
-    error = drop_mark(&text);
-    if (text.n) memmove(b->p + start, text.p, text.n);
-    b->n = start + text.n;
-    return error;
 }
 
 // It neither reads nor waits. A file that a shell's `while read` loop reads is not at its start.
