@@ -11,7 +11,8 @@
 # make test-all   tests what takes longer: sanitizers, fuzzing, long tables, other compilers and systems
 # make bench      measures this build on this machine, with a synthetic model: MODEL=0.6b BITS=8
 # make quality    compares 8 and 4 bits with the unquantized model: SOURCE=ORG/NAME
-# make plain      builds ./qwen3-plain of Part I of qwen3.c, for a debugger: one thread, no SIMD, -O0
+# make plain      builds ./qwen3-plain of Part I of qwen3.c, with -O0: one thread, no SIMD,
+#                 for a debugger: gdb -ex 'break run_layer' --args ./qwen3-plain MODEL -i TEXT
 # make portable   builds ./qwen3 for every machine of this architecture, without newer instructions
 # make debug      builds ./qwen3 with the address and undefined-behaviour sanitizers
 # make fuzz       feeds it mutated files and texts: FUZZ_SECONDS=600 for each of nine targets

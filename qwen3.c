@@ -81,8 +81,8 @@
    II, the program, runs many texts at once, in passes of many tokens. Part III, the machine,
    computes a pass with threads and SIMD instructions. Together they give Part I's results bit for
    bit, in less time. `make plain` (-DPLAIN) builds a program that runs run_text, for tests and
-   debuggers (with CFLAGS=-O0, break at run_layer). A port to another CPU begins with it, then adds
-   "SIMD primitives". .github/CONTRIBUTING.md says where each kind of change goes.
+   debuggers (break at run_layer). A port to another CPU begins with it, then adds "SIMD
+   primitives". .github/CONTRIBUTING.md says where each kind of change goes.
 
    Part I, the model              Part II, the program                      Part III, the machine
      Types, with their shapes       Errors and memory     Checks and notices    SIMD primitives
@@ -1427,7 +1427,7 @@ static atomic_flag dying = ATOMIC_FLAG_INIT;  // one thread reports, others wait
 
 static void die_memory(const char *what, double size) {
     while (atomic_flag_test_and_set(&dying)) {}
-    die("memory: not enough for %s, expected %.0f MB", what, size / 1e6);
+    die("memory: not enough for %s, expected %.0f MB", what, ceil(size / 1e6));
 }
 
 // Returns `count` zeroed elements, aligned to 64 bytes, for good. Untouched pages take no memory.
@@ -2321,6 +2321,7 @@ static const char usage[] =  // after the line of --version
     "  -v         also settings and the prompt's ids; with -m tokenize, a line a token\n"
     "  -h, --version\n\n"
     "A prompt from both: ls -l | qwen3 model.bin -i \"Which file is the largest?\" -f -\n"
+    "In a loop that reads lines of a pipe, </dev/null keeps them from being noticed.\n"
     "-m chat on a pipe: each line is a turn. The model's text goes to stdout, all else\n"
     "to stderr. Exit: 0 success, 1 file, memory, model, 2 usage error, 130 Ctrl-C.\n";
 
@@ -2503,6 +2504,7 @@ typedef struct Choice {  // a given answer
     Ids ids;           // the prompt's last ids (Choices.before), then these tokens, then ANY_STOP
                        // if another given answer begins with them
     bool same_ids, same_text;  // as an earlier one of its row
+    size_t n_chosen;   // of a list's texts: those that most likely get it
 } Choice;
 
 typedef struct Choices {
@@ -3638,15 +3640,20 @@ static const char *wrong_length(const Engine *e, size_t n, bool more) {
                                   hint, n, more ? " or more" : "");
 }
 
+// Returns what is wrong with so many bytes if encoding them needs more than half of the memory.
+static const char *wrong_memory(size_t size) {
+    const double takes = 56e-6 * size;  // MB
+    if (takes <= 50 || takes <= memory_size() / 2e6) return NULL;
+    return say("too long, expected at most %.0f MB, because encoding takes 56 times as much, "
+               "found %.0f MB", memory_size() / 112e6, size / 1e6);
+}
+
 // Returns what is wrong with a text of so many bytes before it is encoded, or NULL.
 static const char *wrong_size(const Engine *e, size_t size) {
-    const double takes = 56e-6 * size;  // MB, to encode it
     const size_t n = size / 4 / e->tokenizer.tables->longest;  // ids at least: NFC may quarter it
     const char *error = wrong_length(e, n, true);
     if (size == 0 && (e->mode == CHAT || e->mode == EMBED)) return "empty, expected a text";
-    if (error || takes <= 50 || takes <= memory_size() / 2e6) return error;
-    return say("too long, expected at most %.0f MB, because encoding takes 56 times as much, "
-               "found %.0f MB", memory_size() / 112e6, size / 1e6);
+    return error ? error : wrong_memory(size);
 }
 
 // Prepares a notice of the first text that is not UTF-8, or has a NUL. Its first line is `line`.
@@ -3699,6 +3706,10 @@ static void check_blanks(Engine *e) {
 // Says which options have no effect here, and which texts were hardly meant as they are.
 static void check_options(Engine *e) {
     const Options *o = &e->options;
+    if (draws_ids(e) && o->temperature > 2)
+        notice("-t: %g draws nearly at random, expected 2 or less", o->temperature);
+    if (draws_ids(e) && o->repetition >= 0 && (o->repetition < 0.8f || o->repetition > 2))
+        notice("-e: %g breaks the text, expected 1 (off) to 2, mostly 1.05 to 1.2", o->repetition);
     for (const Option *option = options; option < options + N_OPTIONS; option++) {
         const char letter = option->letter, *const place = (const char *)o + option->place;
         const char *text = strchr("ixyo", letter) ? *(const char *const *)place : NULL;
@@ -3747,7 +3758,7 @@ static void give_notices(Engine *e) {
     if (o->threads > 2 * cpu_count())
         notice("-j: more threads than cores take longer; without -j each core has one");
     if (!piped && !o->list && stdin_has_data())
-        notice("stdin: has data that was not read; -f - would add all of it");
+        warn("stdin: has data that was not read; -f - would add all of it, -l - by line");
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -3914,10 +3925,10 @@ static void report_answer(const Engine *e, const Text *t) {
     if (slot->closed_by != NOT_CLOSED)
         notice("answer: thinking ended by %s after %d tokens", endings[slot->closed_by].by,
                slot->thought);
-    if (t->ending > COMPLETE && t->ending < INTERRUPTED && quiet <= slot->thinking)
-        report("answer: ended%s by %s after %zu tokens%s",
-               slot->thinking ? " inside its thinking" : "", endings[t->ending].by, n,
-               may_grow ? say("; -c allows up to %d", all) : "");
+    if (t->ending > COMPLETE && t->ending < INTERRUPTED)
+        warn("answer: ended%s by %s after %zu tokens%s",
+             slot->thinking ? " inside its thinking" : "", endings[t->ending].by, n,
+             may_grow ? say("; -c allows up to %d", all) : "");
     if (!quiet)
         fprintf(stderr, "prompt %zu tokens at %.*f/s (%zu cached), answer %zu at %.*f/s%s\n", done,
                 RATE(p), slot->cached, n, RATE(g),
@@ -4590,7 +4601,9 @@ static int json_message(Json *j, Conversation *talk) {
     Buffer *text = &conversation_add(talk, role, (Bytes){0})->text;
     if (json_take_string(&content)) buffer_add(text, bytes_of(j->text));
     else if (json_take(&content, "[")) json_parts(j, content, text);
-    else json_check(j, false, "content", "a string, or an array of parts");
+    else if (!json_take(&content, "null"))  // no text, as if there is no content nor another's name
+        json_check(j, !content.rest.n && !json_member(*j, "text").rest.n &&
+                   !json_member(*j, "value").rest.n, "content", "a string, or an array of parts");
     json_value(j, 0);
     return role;
 }
@@ -4631,8 +4644,9 @@ static void json_object(Json *j, int kind, Buffer *out) {
         const bool kept = !*added && !bytes_are(name, "text") && !bytes_are(name, "messages");
         if (*ignored) buffer_print(&j->ignored, ", %s", *ignored);
         if (*added)
-            j->error = say("has a member \"%s\", which this run adds; to take it away: "
-                           "jq 'del(.%s)' -c", *added, *added);
+            j->error = say("has a member \"%s\", which this run adds; to take it away: jq "
+                           "'del(.%s)' -c; to keep it: jq -c '.gold = .%s | del(.%s)'", *added,
+                           *added, *added, *added);
         json_value(&all, 1);
         if (kept) buffer_add(out, (Bytes){member, all.rest.p - member});
         if (kept) buffer_add(out, bytes(","));
@@ -4649,6 +4663,10 @@ static const char *take_choices(Json object, const char *name, Choices *all) {
     bool good = json_take(&array, "[");
     if (!start.rest.n)
         return say("no member \"%.99s\", expected an array of this name (-o @NAME; no file)", name);
+    Json end = start;
+    json_value(&end, 1);
+    const char *error = wrong_memory(start.rest.n - end.rest.n);  // taken apart it is as large
+    if (error) return say("member \"%.99s\": %s", name, error);
     for (; all->n > 0; all->n--) {  // of an earlier object
         free(all->p[all->n - 1].text.p);
         free(all->p[all->n - 1].ids.p);
@@ -4727,10 +4745,13 @@ static void write_line(List *l) {
     Buffer *buffer = line_of(l, l->written);
     const Bytes line = bytes_of(buffer);
     const size_t known = min_size(l->tail.n, line.n);
+    const char *file = l->e->options.out;
+    const bool last = l->written > 0 && l->written + 1 >= l->in_file;  // and others were the same
     if (!bytes_equal((Bytes){l->tail.p, known}, (Bytes){line.p, known}))
         die("%s: another run's (line %zu), expected this one's or a new FILE: the list, a prompt, "
             "the model, an option or the build has changed (a version before 7.0 wrote \\u000a for "
-            "\\n, it can go on)", l->e->options.out, l->written + 1);
+            "\\n, it can go on)%s", file, l->written + 1, !last ? "" :
+            say("; if only the last line has: sed -i '$d' %.300s takes its result away", file));
     buffer_cut(&l->tail, known);
     write_results(bytes_from(line, known));
     free(buffer->p);
@@ -4751,7 +4772,8 @@ static void count_line(List *l, size_t number, const Text *t, const char *error)
     l->drawn += slot->drawn;
     l->endings[t->ending]++;
     l->in_thinking += slot->thinking;
-    if (chooses(l->e) && t->ending == COMPLETE) find_likeliest(slot, &sum, &mass);
+    if (chooses(l->e) && t->ending == COMPLETE)
+        slot->own.choices.p[find_likeliest(slot, &sum, &mass)].n_chosen++;
     l->unlikely += mass < 0.1;
     l->closed[slot->closed_by]++;
     l->pieces += l->e->mode == PERPLEXITY && slot->own.all.n > t->context;
@@ -4903,9 +4925,34 @@ static bool admit_lines(List *l) {
             break;
         next_line(&l->in, &line, l->e->n_texts == 0);
         if (line.n == 0 || bytes_are(line, "\x1A")) break;  // the end (DOS's, too), or a pause
+        if (l->e->options.out && !has_newline(line) && l->read >= l->in_file) {
+            warn("%.600s: line %zu has no newline: half written? Left for the next run",
+                 l->in.name, l->read + 1);
+            break;
+        }
         add_line(l, line);
     }
     return l->e->n_texts > 0 && !interrupted;
+}
+
+// Says once how many answers did not end by themselves, and if nearly all texts got one label.
+static void warn_of_answers(const List *l) {
+    const size_t scored = l->endings[COMPLETE];
+    size_t all = 0;
+    Buffer ended = {0};
+    for (int i = 0; i <= FAILED; i++) all += l->endings[i];
+    for (int i = IN_THINKING + 1; i < INTERRUPTED; i++)
+        if (l->endings[i]) buffer_print(&ended, ", by %s: %zu", endings[i].by, l->endings[i]);
+    if (l->in_thinking) buffer_print(&ended, ", inside their thinking: %zu", l->in_thinking);
+    if (ended.n) warn("answers: of %zu ended%s", all, ended.p + 1);
+    free(ended.p);
+    if (l->unlikely) warn(UNLIKELY, l->unlikely, scored);
+    for (int i = 0; l->e->kind == CHOICES && scored >= 20 && i < l->e->next.n; i++) {
+        const Choice *c = &l->e->next.p[i];
+        if (c->n_chosen >= 0.9 * scored)
+            warn("choices: \"%.*s\" in %zu of %zu texts: see the division in RECIPES.md",
+                 (int)c->text.n, c->text.p, c->n_chosen, scored);
+    }
 }
 
 // Writes the notices and statistics of the whole list. Returns the program's exit status.
@@ -4921,13 +4968,10 @@ static int report_list(const List *l) {
     progress_end();
     if (had_all)
         notice("%s: has all %zu lines; another FILE, or none, makes a new run", o->out, lines);
-    for (int i = 0; i < INTERRUPTED; i++) {
-        const size_t n_closed = l->closed[i], n_ended = i > IN_THINKING ? l->endings[i] : 0;
-        if (n_ended) notice("answers: ended by %s: %zu", endings[i].by, n_ended);
-        if (n_closed) notice("answers: thinking ended by %s: %zu", endings[i].by, n_closed);
-    }
-    if (l->in_thinking) warn("answers: ended inside their thinking: %zu", l->in_thinking);
-    if (l->unlikely) warn(UNLIKELY, l->unlikely, l->endings[COMPLETE]);
+    warn_of_answers(l);
+    for (int i = 0; i < INTERRUPTED; i++)
+        if (l->closed[i])
+            notice("answers: thinking ended by %s: %zu", endings[i].by, l->closed[i]);
     if (l->failed > 1) notice("texts: ended in an error: %zu", l->failed);
     if (l->pieces) notice("texts: scored in pieces of %d tokens (-c): %zu", context, l->pieces);
     if (interrupted)
@@ -4950,8 +4994,8 @@ static int run_list(List *l) {
     progress.start = now();
     patience = 0;
     if (l->failed_in_file)
-        notice("%s: lines without a result, which stay: %zu, the first is line %zu",
-               l->e->options.out, l->failed_in_file, l->first_failed);
+        warn("%s: lines without a result, which stay: %zu, the first is line %zu",
+             l->e->options.out, l->failed_in_file, l->first_failed);
     if (is_terminal(l->in.fd)) notice("%s: each line is a text; Ctrl-D ends the list", l->in.name);
     while (admit_lines(l) && run_pass(l->e)) {
         for (int i = 0; i < l->e->n_running;) {  // end_text puts the next one at i
@@ -4960,7 +5004,7 @@ static int run_list(List *l) {
             else end_line(l, t->slot->number, t, t->ending == FAILED ? damaged : NULL);
         }
     }
-    if (l->read == 0 && !interrupted)
+    if (l->in.taken == 0 && !interrupted)
         die("%s: no lines, expected some; has a command before a pipe failed?", l->in.name);
     if (l->tail.n && !interrupted)
         die("%s: has more lines than the list, expected at most %zu", l->e->options.out, l->read);

@@ -137,6 +137,13 @@ def test_install(sources):
     assert program.parent.exists() and not program.exists()
 
 
+def test_plain_is_for_a_debugger(sources):
+    """It has all its variables; what the tests run is optimized."""
+    commands = [call("make", "-n", target, cwd=sources).stdout for target in ("plain", "qwen3-plain")]
+    assert all(" -g -DPLAIN " in command for command in commands)
+    assert [" -O0 " in command for command in commands] == [" -O3 " not in command for command in commands] == [True, False]
+
+
 # -- make bench, on a shape that takes no time
 
 @pytest.mark.slow

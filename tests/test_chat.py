@@ -237,7 +237,7 @@ def test_an_answer_that_repeats_itself_ends(chain, period):
     rows = output(model, "-L", "-", "-t", 0, "-s", 1, stdin=b'{"text":"x"}\n"x"\n').splitlines()
     assert json.loads(rows[0])["end"] == "loop" and json.loads(rows[1]) == answer
     result = qwen3(model, "-l", "-", "-t", 0, "-s", 1, stdin=b"x\ny\nz\n")
-    assert b"qwen3: answers: ended by repeating itself (%s): 3\n" % HELP in result.stderr
+    assert b"qwen3: answers: of 3 ended by repeating itself (%s): 3\n" % HELP in result.stderr
     assert [json.loads(line) for line in result.stdout.splitlines()] == [answer] * 3
 
 

@@ -319,9 +319,24 @@ def test_stdin_is_left_alone(small, tmp_path, mode):
         assert result.stdout == b"run\n" * 3, result.stderr
 
 
+def test_quiet_hides_no_cut_answer(tiny):
+    """-q: one line of an answer, or of a list, that says what ended it; -qq: none. Of whole answers -q says nothing."""
+    asks = b"What is the capital of France?\nWhat is the capital of Italy?\nHi!\n"
+    for args, by, n in ((("-n", 2), b"-n", 3), (("-c", 22), b"a full context (-c)", 2), ((), b"", 0)):
+        for run in (tiny, "-t", 0, "-i", "What is the capital of France?", *args), (tiny, "-t", 0, "-l", "-", *args):
+            stdin = asks if "-l" in run else b""
+            loud, quiet, silent = (qwen3(*run, *q, stdin=stdin) for q in ((), ("-q",), ("-qq",)))
+            assert loud.stdout == quiet.stdout == silent.stdout and silent.stderr == b"", loud
+            said = rb"qwen3: answers: of 3 ended by %s: %d\n" % (re.escape(by), n) if stdin else \
+                rb"qwen3: answer: ended by %s after \d+ tokens[^\n]*\n" % re.escape(by)
+            assert re.fullmatch(said if n else b"", quiet.stderr) and quiet.stderr in loud.stderr, quiet
+    both = qwen3(tiny, "-t", 0, "-l", "-", "-c", 22, "-n", 4, "-q", stdin=asks + b"Who are you? What is your name?\n")
+    assert re.fullmatch(rb"qwen3: answers: of 4 ended by -n: \d, by a full context \(-c\): \d\n", both.stderr), both
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_data_beside_the_prompt_is_a_notice(small, tmp_path, mode):
-    """Of a pipe that has data, and of a file at its start; not with -q, not where stdin is read; it never waits."""
+    """Of a pipe that has data, and of a file at its start; with -q, too; not where stdin is read; it never waits."""
     text = tmp_path / "text"
     text.write_bytes(b"some text\n")
     def notices(*options, stdin):
@@ -330,13 +345,14 @@ def test_data_beside_the_prompt_is_a_notice(small, tmp_path, mode):
         assert result.returncode == 0, result
         part = b'stdin: read in part (a loop?); all its rest is the prompt, not -i "$line"\n' in result.stderr
         assert part == (not options and at == 5 and mode != "chat"), result
-        return result.stderr.count(b"qwen3: stdin: has data that was not read; -f - would add all of it\n")
+        return result.stderr.count(b"qwen3: stdin: has data that was not read; -f - would add all of it, -l - by line\n")
     for options in (("-i", "a b"), ("-f", text), ("-i", "a b", "-f", text)):
         for data in (b"unread", b""):
             theirs, ours = os.pipe()                    # which stays open
             os.write(ours, data)
             assert notices(*options, stdin=theirs) == (data != b"")
-            assert notices(*options, "-q", stdin=theirs) == 0
+            assert notices(*options, "-q", stdin=theirs) == (data != b"")
+            assert notices(*options, "-qq", stdin=theirs) == 0
             assert not data or os.read(theirs, 100) == data
             os.close(theirs), os.close(ours)
         assert notices(*options, stdin=subprocess.DEVNULL) == 0
@@ -402,6 +418,8 @@ NOTICES = [  # mode, options, the notice or None
     *[("chat", (option, r"a\n|b"), rf"{option}: \n is no newline here, $'...' makes newlines") for option in ("-i", "-x", "-y", "-o")],
     *[("chat", (option, "a\\n\nc|b"), None) for option in ("-i", "-x", "-y", "-o")], ("chat", ("-j", "1"), None),
     ("embed", ("-j", "1000"), "-j: more threads than cores take longer; without -j each core has one"),
+    ("chat", ("-t", "7"), "-t: 7 draws nearly at random, expected 2 or less"), ("chat", ("-t", "2"), None),
+    *[("chat", ("-e", value), f"-e: {value} breaks the text, expected 1 (off) to 2, mostly 1.05 to 1.2") for value in ("11", "0.5")],
     *[("chat", options, None) for options in (("-y", "Be brief."), ("-i", "."), ("-f", "a b"))],
     *[(mode, (option, value), None) for option, value in OF_ANSWERS.items() for mode in MODES[:2]],
     *[(mode, (), None) for mode in MODES], ("chat", ("-n", "3", "-x", "a", "-y", "a"), None)]
@@ -543,7 +561,7 @@ def test_base_model_continues_texts(chain, tokenizer, tmp_path):
         assert notice.startswith(b"qwen3: ") and b"generate" in notice and b"-m chat" in notice
         assert qwen3(base, "-t", 0, "-n", 2, "-m", "generate", *args, stdin=stdin).stdout == b"bc"
         assert b"generate" not in rest
-    assert qwen3(base, "-t", 0, "-n", 2, "-q", "-i", "a").stderr == b""
+    assert qwen3(base, "-t", 0, "-n", 2, "-qq", "-i", "a").stderr == b""
     assert b"bc" in shown_by(base, "-i", "a", "-n", 2, "-t", 0)
     result = qwen3(base, "-m", "chat", "-t", 0, "-n", 1, "-v", stdin=b"x\ny\n")
     assert result.stderr.count(b"prompt ids: ") == 2 and b"mode:" not in result.stderr
@@ -594,7 +612,8 @@ def test_quiet_and_verbose(small, tokenizer, mode):
     ids = tokenizer.encode(text).ids
     run = (small, "-m", mode, "-i", text, "-n", 4, "-s", 1)
     verbose, quiet = qwen3(*run, "-v"), qwen3(*run, "-q")
-    assert quiet.stderr == b"" and quiet.stdout == verbose.stdout == qwen3(*run).stdout
+    cut = b"qwen3: answer: ended by -n after 4 tokens\n" if mode == "generate" else b""
+    assert quiet.stderr == cut and quiet.stdout == verbose.stdout == qwen3(*run).stdout
     assert prompts(verbose) == [ids] == [tokenize(small, text.encode())]
     lines = verbose.stderr.split(b"\n")
     assert lines[0].startswith(b"prompt ids: ") and lines[2] == b"qwen3: cache: -c 512 -C 32"

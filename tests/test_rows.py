@@ -11,7 +11,7 @@ import time
 
 import pytest
 from conftest import (GREEDY, HELLO, QWEN3, WORDS, alone, assert_error, environment, errors_of, output, qwen3, run_json,
-                      run_list, stop, wait_until, write_list)
+                      run_list, shell, stop, wait_until, write_list)
 
 MODES = {"chat": ["answer", "end"], "generate": ["answer", "end"], "embed": ["vector"],
          "perplexity": ["tokens", "nll", "ppl"], "tokenize": ["ids"]}
@@ -98,7 +98,7 @@ BAD = [(b"", b""), (b'"id":1', b'"id":1,'), (b'"text":1,"b":[ ]', b'"b":[ ],'), 
        (b'"text":[{"role":"user","content":"Hello"}],"c":0', b'"c":0,'), (b'"messages":"Hello"', b""),
        (b"%s,%s" % (HELLO, TALK), b""), (b'%s,"text":{},"d":1' % HELLO, b'"d":1,'), (b'"messages":[],"x":1', b'"x":1,'),
        (b'"messages":[{"role":"tool","content":""}],"x":1', b'"x":1,'), (b'"messages":[1],"x":1', b'"x":1,'),
-       (b'"x":1,"messages":[{"role":"user"}]', b'"x":1,'), (b'"text":"%s","x":1' % (b"word " * 900), b'"x":1,'),
+       (b'"x":1,"messages":[{"role":"user","content":1}]', b'"x":1,'), (b'"text":"%s","x":1' % (b"word " * 900), b'"x":1,'),
        (b'"text":"%s","x":1' % (b"word " * 90_000), b'"x":1,')]
 
 
@@ -126,6 +126,7 @@ def test_added_names(tiny, mode):
             lines, error = run_json(tiny, row, *options(mode), status=1)
             what = errors_of(error)[1]
             assert f'"{name}"' in what and f"jq 'del(.{name})'" in what
+            assert f"jq -c '.gold = .{name} | del(.{name})'" in what
             first = MODES[mode][0].encode()
             assert lines == [b'{"a":1,"b":2,"%s":null,"error":%s}' % (first, json.dumps(what).encode())]
     for name in set(sum(MODES.values(), [])) - set(MODES[mode]):    # another mode's
@@ -333,6 +334,54 @@ def test_interrupted_before_the_last_line_is_known_again(start, stopping, tmp_pa
         status, _, error = stop(child)
         assert status == 130 and out.read_bytes() == there and b"has all" not in error, error
         assert b": %d lines are written; the same command goes on\n" % there.count(b"\n") in error and b"\n0 texts in " in error, error
+
+
+@pytest.mark.parametrize("kind", ["-l", "-L"])
+def test_a_list_that_grows(tiny, tmp_path, kind):
+    """A last line without newline may be half written: the next run takes it, once it is whole. Then FILE is one run's."""
+    path, out = tmp_path / "list", tmp_path / "out"
+    whole = b"".join(b'"%s"\n' % name if kind == "-L" else name + b"\n" for name in NAMES)
+    run = (tiny, kind, path, *GREEDY, "-n", 5, "-qq")
+    for size in sorted([*random.Random(kind).sample(range(1, len(whole)), 12), *(i + 1 for i, c in enumerate(whole) if c == 10)]):
+        path.write_bytes(whole[:size])
+        result = qwen3(*run[:-1], "-q", "-w", out)
+        n = whole[:size].count(b"\n")
+        left = b"qwen3: %s: line %d has no newline: half written? Left for the next run\n" % (bytes(path), n + 1)
+        assert result.returncode == 0 and left * (whole[size - 1] != 10) in result.stderr, result
+        assert (b"no newline" in result.stderr) == (whole[size - 1] != 10) and out.read_bytes().count(b"\n") == n
+        assert b"no newline" not in qwen3(*run, "-w", out).stderr
+    assert out.read_bytes() == output(*run)
+    path.write_bytes(whole[:-1])                    # an older version took it: it is the same
+    assert qwen3(*run[:-1], "-q", "-w", out).stderr == b"" and out.read_bytes() == output(*run)
+
+
+def test_the_last_line_is_anothers(tiny, tmp_path):
+    """If those before it are the same, the error says how to take it away; that helps."""
+    path, out = write_list(tmp_path / "list", NAMES), tmp_path / "out"
+    run = (tiny, "-l", path, *GREEDY, "-n", 5, "-q", "-w", out)
+    whole = output(*run[:-2])
+    for lines, cure in ((4, True), (2, True), (1, False)):
+        old = b"".join(whole.splitlines(True)[:lines - 1]) + b'"another"\n'
+        out.write_bytes(old)
+        error = qwen3(*run).stderr.decode()
+        assert f"another run's (line {lines})" in error and (f"sed -i '$d' {out} " in error) == cure, error
+        assert out.read_bytes() == old
+        if cure:
+            shell(f"sed -i '$d' {out}", check=True)
+            assert output(*run) == b"" and out.read_bytes() == whole
+    out.write_bytes(whole.replace(whole.splitlines(True)[2], b'"another"\n'))
+    assert "sed" not in qwen3(*run).stderr.decode()
+
+
+def test_why_the_status_is_1(tiny, tmp_path):
+    """With -q, too: FILE has lines without a result. -qq says nothing."""
+    path, out = write_list(tmp_path / "list", [b"Hello", b"", b"Who are you?"]), tmp_path / "out"
+    run = (tiny, "-l", path, *GREEDY, "-w", out)
+    assert qwen3(*run, "-qq").returncode == 1
+    said = b"qwen3: %s: lines without a result, which stay: 1, the first is line 2\n" % bytes(out)
+    for q, stderr in (("-q", said), ("-qq", b"")):
+        result = qwen3(*run, q)
+        assert result.returncode == 1 and result.stderr == stderr, result
 
 
 def test_a_full_disk(tiny, tmp_path):
