@@ -170,7 +170,7 @@ static void put_delta(void) {
     for (int token = 0; token < 6; token++) {
         memcpy(k, step[token].k, sizeof(step->k));
         memcpy(v, step[token].v, sizeof(step->v));
-        learn(S, k, k, v, step[token].g, step[token].b, a);  // it asks with the key just learned
+        learn(S, k, k, v, step[token].g, step[token].b, a, DELTA_DIM);  // asks with the key just learned
         begin(NULL, '{');
         put("g", step[token].g), put("b", step[token].b);
         PUT_ALL("k", k, CORNER);
