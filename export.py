@@ -1412,7 +1412,8 @@ def drop_copy(tensors: dict[str, Tensor], rows: Collection[int] = ()) -> dict[st
 
 # ---- The header of OUT.bin: what the model computes ----------------------------------------------
 
-U32, F32, BYTES = Annotated[int, "I"], Annotated[float, "f"], Annotated[bytes, "16s"]
+U32, U64 = Annotated[int, "I"], Annotated[int, "Q"]
+F32, BYTES = Annotated[float, "f"], Annotated[bytes, "16s"]
 
 
 class Header(NamedTuple):
@@ -1448,6 +1449,7 @@ class Header(NamedTuple):
     rotary_dim: U32 = 0  # Rope rotates so many numbers of a head. 0 stands for all.
     gated_attention: U32 = 0  # 1 says that attention's output is multiplied by a gate.
     shared_expert: U32 = 0  # 1 says that one more expert, the last, runs for each token.
+    weights_hash: U64 = 0  # hash_part() of all that follows tells models apart (qwen3.c's -K).
 
 
 FIELDS = "<" + "".join(kind.__metadata__[0] for kind in get_type_hints(
@@ -2626,19 +2628,39 @@ def undo_converter(h: Header, found: dict[str, list[Tensor]], reordered: bool) -
 
 def write_model(out: BinaryIO, h: Header, outputs: list[Output]) -> None:
     """Writes OUT.bin: the header, then the tensors. Notes what is quantized again."""
-    def convert(output: Output, piece: Tensor, at: int) -> None:
+    def convert(output: Output, piece: Tensor, at: int) -> int:
+        weights_hash = 0
         for offset, part in put_in_panels(output, at, encode(piece, output.bits, h), h):
             write_at(out, part, offset)
+            weights_hash += hash_part(memoryview(part).cast("B"), offset)
+        return weights_hash
 
-    write_at(out, HEADER.pack(*h), 0)
     again = {tensor.dtype for output in outputs if output.bits < 32 for tensor in output.tensors
              if not is_copied(tensor, output.bits, h)} - FLOAT_TYPES.keys()
     if again:
         Notices.hints.append(f"{', '.join(sorted(again))}: quantized again, in groups of "
                              f"{h.group_size}, which adds an error of 0.5 % of their rms in 8 "
                              "bits, 6 to 9 % in 4")
-    for _ in map_pieces(convert, outputs):
-        pass
+    weights_hash = sum(map_pieces(convert, outputs)) % 2 ** 64
+    write_at(out, HEADER.pack(*h._replace(weights_hash=weights_hash)), 0)
+
+
+def scatter(numbers: np.ndarray) -> np.ndarray:
+    """Different numbers become different odd ones of 64 bits, as if drawn at random."""
+    x = numbers.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ x >> np.uint64(32)) * np.uint64(0xD6E8FEB86659FD93)
+    return x ^ x >> np.uint64(32) | np.uint64(1)
+
+
+def hash_part(data: bytes | memoryview, offset: int) -> int:
+    """Bytes of a file from an offset on. The sum of its parts' hashes, modulo 2^64, is the same
+    however it is cut: each word of 64 bits is multiplied by two numbers, those of its place among
+    1024 words and of the place of these. Bytes of zero add nothing."""
+    first, start = divmod(offset, 8192)
+    words = np.zeros(-(-(start + len(data)) // 8192) * 8192, np.uint8)
+    words[start:start + len(data)] = np.frombuffer(data, np.uint8)
+    sums = words.view("<u8").reshape(-1, 1024) @ scatter(np.arange(1024))
+    return int((sums * scatter(np.arange(first, first + len(sums)) + 1024)).sum())
 
 
 def put_in_panels(output: Output, at: int, encoded: tuple, h: Header) -> Iterator[tuple]:
@@ -2703,6 +2725,7 @@ def check(options: argparse.Namespace) -> None:
         header, computed = read_header(source, old.layer_bits or 8, old.group_size, options.yarn)
         parts = make_tokenizer(source, header.vocab_size)
         header, outputs, _ = match_tensors(source, header, computed)
+        header = header._replace(weights_hash=old.weights_hash)
         check_bytes(out, "the header (another model, or --yarn?)", HEADER.pack(*header), found)
         size = len(join_tokenizer(*parts))
         found = read_file(path := Path(f"{out}.tokenizer"), most=2 * size)
@@ -2711,6 +2734,12 @@ def check(options: argparse.Namespace) -> None:
         if (actual := out.stat().st_size) != outputs[-1].end:
             refuse(out, "truncated or oversized", f"{outputs[-1].end} bytes", actual)
         error, worst = check_tensors(out, file, header, outputs)
+        file.seek(HEADER.size)
+        weights_hash = sum(hash_part(part, file.tell() - len(part))
+                           for part in iter(lambda: file.read(1 << 24), b"")) % 2 ** 64
+        if old.weights_hash not in (0, weights_hash):  # older files have none
+            refuse(out, "the weights' hash in the header is another", f"{weights_hash:#x}",
+                   f"{old.weights_hash:#x}")
     say(f"{out} matches {name}: header, tokenizer and {len(outputs)} tensors; "
         f"rms error at most {error:.2g} %, in {worst}")
 

@@ -237,7 +237,7 @@ def rope_frequencies(c):
 # -- files, and what the tests ask for
 
 MAGIC = 0x616A6331
-FORMAT = "<I11iffIf20xIIiiIIB3x16sI6I100x"    # model.bin's header
+FORMAT = "<I11iffIf20xIIiiIIB3x16sI6IQ92x"    # model.bin's header
 HEADER = ("version", "dim", "hidden_dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size",
           "max_seq_len", "head_dim", "shared_classifier", "group_size")
 EXPERTS = "n_experts", "n_experts_used", "no_topk_norm"
@@ -246,6 +246,19 @@ ORDER = "q k v o gate down up z".split()    # of the bits of eight_bits
 NAMES = {"dim": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads",
          "n_kv_heads": "num_key_value_heads", "vocab_size": "vocab_size", "eps": "rms_norm_eps",
          "max_seq_len": "max_position_embeddings"}           # of the header and of config.json
+
+
+def hash_weights(data):
+    """A hash of OUT.bin's bytes after its header: the sum of the words of 64 bits, word w of the file multiplied by
+    scatter(w % 1024) and scatter(1024 + w // 1024), modulo 2^64."""
+    def scatter(n):
+        n = n.astype("<u8") * np.uint64(0x9E3779B97F4A7C15)
+        n = (n ^ n >> np.uint64(32)) * np.uint64(0xD6E8FEB86659FD93)
+        return n ^ n >> np.uint64(32) | np.uint64(1)
+
+    words = np.frombuffer(data + bytes(-len(data) % 8), "<u8")
+    w = np.arange(32, 32 + len(words))                      # the header has 32
+    return int((words * scatter(w % 1024) * scatter(1024 + w // 1024)).sum())
 
 
 class Model(Transformer):
@@ -290,6 +303,8 @@ class Model(Transformer):
         data = Path(path).read_bytes()
         magic, *fields = struct.unpack_from(FORMAT, data)
         assert struct.pack(FORMAT, magic, *fields) == data[:256]        # all other bytes are 0
+        *fields, weights_hash = fields
+        assert weights_hash in (0, hash_weights(data[256:]))
         fields, (eight, levels, panels), delta = fields[:-9], fields[-9:-6], fields[-6:]
         c = dict(zip((*HEADER, "theta", "eps", "scaling", "factor", "bias", "no_qk_norm", *EXPERTS,
                       "bits"), fields)) | dict(zip(DELTA, delta))
@@ -458,10 +473,10 @@ class Model(Transformer):
             return 0 if value in (None, default) else value
 
         c, w, scaled = self.c, self.w, bool(self.c["yarn"])
-        parts = [struct.pack(
+        header, parts = (
             FORMAT, MAGIC, 1, *(c[name] for name in HEADER[1:]), unless(1e6, c["theta"]),
             unless(1e-6, c["eps"]), 2 * scaled, scaled * self.factor, c["bias"], 1 - c["qk_norm"],
-            *(c[name] for name in EXPERTS), 0, 0, b"", panels, *(c[name] for name in DELTA))]
+            *(c[name] for name in EXPERTS), 0, 0, b"", panels, *(c[name] for name in DELTA)), []
 
         def floats(name):                                   # of the layers that have them
             return b"".join(np.asarray(x, "<f4").tobytes() for x in w.get(name, ()) if x is not None)
@@ -477,8 +492,8 @@ class Model(Transformer):
             parts.append(ordered([np.ascontiguousarray(m.grouped.astype(np.int8).reshape(
                 len(m.row_scale), -1)).view("<u4") for m in experts]))
             parts.append(ordered([m.row_scale.astype("<f4") for m in experts]))
-        parts += map(floats, ("q_bias", "k_bias", "v_bias"))
-        return b"".join(parts)
+        weights = b"".join([*parts, *map(floats, ("q_bias", "k_bias", "v_bias"))])
+        return struct.pack(*header, hash_weights(weights) if panels else 0) + weights
 
 
 def delta_weights(c, tensors, matrix):

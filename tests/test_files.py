@@ -121,8 +121,8 @@ FIELDS = {"qwen3": [
         1: "bad rope_scaling, expected 0 or 2, found 1; export it again by this version's export.py"}),  # an older YaRN
     Field("bad rope_factor", 0x3C, "f", values=(1.0,), harmless=(-0.0,)),
     *[Field("unknown field", at, harmless=(0,))
-      for at in (*range(0x40, 0x54, 4), *range(0x70, 0x80, 4), 0x9C, 0xFC)],
-    *[Field("unknown field", at, "B") for at in (0x9D, 0xFF)],
+      for at in (*range(0x40, 0x54, 4), *range(0x70, 0x80, 4), 0xA4, 0xFC)],
+    *[Field("unknown field", at, "B") for at in (0xA5, 0xFF)],
     Field("bad eight_bits", 0x6C, values=(4, 127, 128), harmless=(0,)), Field("bad eight_bits", 0x6D, "B"),
     Field("bad panels", 0x80, values=(3, 16), elsewhere={0: SIZE}), Field("bad panels", 0x83, "B"),
     Field("bad n_experts,", 0x5C, values=(4097,), harmless=(0,), elsewhere={1: "bad n_experts_used", 4096: "bad n_experts_used"}),
@@ -554,7 +554,7 @@ def test_newer_formats(files):
     at = f.tokenizer_bytes.index(b"q3tx")
     for model, tokenizer, word in (
             (patched(f.model_bytes, "I", 4, 9), None, f"bad version, expected 1, found 9; export it again {older}"),
-            (patched(f.model_bytes, "I", 0x9C, 9), None, f"field at 0x9c, expected 0, found 9; export it again {older}"),
+            (patched(f.model_bytes, "I", 0xA4, 9), None, f"field at 0xa4, expected 0, found 9; export it again {older}"),
             (None, patched(f.tokenizer_bytes, "I", at + 4, 9), older),
             (None, with_sections(f.tokenizer_bytes, b"xxxx", b""), f'section "xxxx"; {newer}')):
         assert b"copy" not in f.check([word], model, tokenizer).stderr
