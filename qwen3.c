@@ -92,7 +92,7 @@
      Attention                      Modes, options        Conversations         Workers
      The delta rule                 Texts and places      Starting a run        Matrix products
      The feed-forward network       Many texts at once    JSON, rows            Attention
-     The whole model                Drafts, a pass        Lists                 The delta rule
+     The whole model                Drafts, a pass, -K    Lists                 The delta rule
      Text to tokens                 Writing, thinking     Going on with a list  The work of a layer
      The sampler                    Given answers         main                  The memory of a run
      The main loop                  Requests                                    POSIX and Windows
@@ -1330,6 +1330,7 @@ static bool is_terminal(int fd);
 static unsigned file_mode(const char *path);          // st_mode, or 0 if there is no such file
 static Bytes file_map(const char *path);              // the whole file, mapped read-only
 static void write_stdout(Bytes text);                 // all of it, whatever signals come
+enum { LONGEST_PATH = 4000, LONGEST_NAME = LONGEST_PATH + 96 };  // of options; of new files
 static const char *stdout_name = "stdout";            // for messages
 static int file_open(const char *path, bool append);  // to read (-: stdin) or append; -1: an error
 static bool file_lock(int fd);                        // false: another descriptor holds a lock
@@ -1397,6 +1398,16 @@ static bool next_slice(Slice *s, int count, int chunk);
 #define SLICES(s, count, chunk) for (Slice s = {0}; next_slice(&s, count, chunk);)
 #define EACH(i, count, chunk) SLICES(s, count, chunk) for (int i = s.begin; i < s.end; i++)
 static void cache_copy(const Pass *p, int to, int from);  // a block: all keys and values
+static size_t block_size(const Config *c);                // floats of a block of the cache
+
+static bool same_file(int a, int b);                       // see Going on with a list
+static uint64_t hash_of(uint64_t seed, const void *bytes, size_t n);  // finds damage, no forgery
+static bool file_move(int fd, void *p, size_t n, uint64_t at, bool writes);  // or reads, at `at`
+
+// file_create makes a new file beside `path`, and its name. file_replace closes it. If it is whole,
+// it replaces `path`. Else, or if it can't (errno), it is removed, and the result is false.
+static int file_create(const char *path, char name[LONGEST_NAME]);
+static bool file_replace(const char *path, const char *name, int fd, bool whole);
 #endif
 
 // Ctrl-C: its handler sets `interrupted`. Only run_dialogue clears it, once the turn is over. Loops
@@ -1513,6 +1524,7 @@ static size_t find_last(Bytes text, Bytes part) {
 //
 //   0x00  u32 magic 0x616A6331, u32 version 1
 //   0x08  the numbers that take_header takes, u32 or float; the last one is at 0x98
+//   0x9C  u64 a hash of the weights, which export.py makes (-K tells models apart by it), or 0
 //   0x70  with layer_bits 4, the 16 int8 levels, ascending; all other bytes must be zero
 //
 // take_weights has the weights in their order, each for all layers before the next. A Matrix is its
@@ -1622,7 +1634,8 @@ static void take_header(Cursor *in, Config *c) {
     TAKE(c, rotary_dim, 2, 4096);
     TAKE(c, gated_attention, 0, 1);
     TAKE(c, shared_expert, 0, 1);
-    take_zeros(in, 0x9C, 0x100);
+    take(in, 8);  // the hash of the weights
+    take_zeros(in, 0xA4, 0x100);
     if (c->rope_theta == 0) c->rope_theta = 1e6f;
     if (c->rms_norm_eps == 0) c->rms_norm_eps = 1e-6f;
     if (c->layer_bits == 0) c->layer_bits = 8;
@@ -1736,7 +1749,7 @@ static void take_weights(Cursor *in, Config *c, Weights *w) {
 
 // Maps the file. The weights stay there, but an older file's matrices are copied if the model runs.
 // Only routers are checked: all take a minute, and most other bad weights make logits not finite.
-static void model_map(Model *m, const char *path, bool runs) {
+static Bytes model_map(Model *m, const char *path, bool runs) {
     Config *c = &m->config;
     const Bytes file = file_map(path);
     const double start = now();
@@ -1755,6 +1768,7 @@ static void model_map(Model *m, const char *path, bool runs) {
     if (in.by_rows)
         notice("%s: an older file, put into panels (%.1f s, %.0f MB); export it again to save both",
                path, now() - start, file.n / 1e6);
+    return file;
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -2273,14 +2287,15 @@ static const struct {
 } modes[] = {
     [CHAT] = {"chat", true, 1, {"answer", "end", REASON}, ""},
     [GENERATE] = {"generate", true, 1, {"answer", "end", REASON}, "yr"},
-    [TOKENIZE] = {"tokenize", false, 0, {"ids", REASON}, "yrtpkaexsn"},
-    [PERPLEXITY] = {"perplexity", false, 2, {"tokens", "nll", "ppl", REASON}, "yrtpkaexsn"},
+    [TOKENIZE] = {"tokenize", false, 0, {"ids", REASON}, "yrtpkaexsnK"},
+    [PERPLEXITY] = {"perplexity", false, 2, {"tokens", "nll", "ppl", REASON}, "yrtpkaexsnK"},
     [EMBED] = {"embed", false, 1, {"vector", REASON}, "yrtpkaexsn"},
     [CHOICES] = {NULL, true, 1, {"choice", "p", "mass", REASON}, NULL},
     [OWN_CHOICES] = {NULL, true, 1, {"choice", "p", "mass", "nll", "tokens", REASON}, NULL}};
 
 typedef struct {  // of the command line. Not given: NULL, or -1 without a default
     const char *model, *text, *file, *list, *out, *system, *stop, *answers;  // list: of -l or -L
+    const char *keep;      // FILE of -K
     const char *member;    // NAME, if `answers` is @NAME
     int mode, think, top_k, context, cache_bits, batch, threads;
     int n;                 // -1: no limit, -2: none, but repeats end an answer
@@ -2314,6 +2329,7 @@ static const char usage[] =  // after the line of --version
     "  -c INT     context in tokens, 0 is the model's [what a quarter of the memory\n"
     "             holds, at least 4096, at most the model's; perplexity 4096]\n"
     "  -C 32|8    bits of a number in its cache; 8: less memory, long texts faster [32]\n"
+    "  -K FILE    keep what ran in FILE, for later runs whose prompt begins alike\n"
     "  -b INT     prompt tokens per pass, 1 to 512; never changes the output [512]\n"
     "  -j INT     threads; never changes the output [all cores this process may use]\n"
     "  -q         on stderr only errors and what makes a result doubtful\n"
@@ -2335,7 +2351,6 @@ typedef struct {
 } Option;
 
 #define PLACE(name) offsetof(Options, name)
-enum { LONGEST_PATH = 4000 };
 
 static const Option options[] = {  // those with a value
     {'i', TEXT, PLACE(text), 0, INT_MAX, NULL, " prompt input "},
@@ -2362,6 +2377,8 @@ static const Option options[] = {  // those with a value
     {'c', INTEGER, PLACE(context), 0, INT_MAX, NULL, " ctx-size num-ctx context max-model-len "},
     {'C', INTEGER, PLACE(cache_bits), 8, 32, "8 or 32",
      " cache-type-k cache-type-v ctk ctv kv-cache-dtype cache-bits kv-bits "},
+    {'K', TEXT, PLACE(keep), 1, LONGEST_PATH, "a file's name",
+     " prompt-cache prompt-cache-all slot-save-path "},
     {'b', INTEGER, PLACE(batch), 1, 512, NULL, " batch-size "},
     {'j', INTEGER, PLACE(threads), 1, 1024, NULL, " threads "},
 };
@@ -2478,6 +2495,7 @@ static Options parse_options(int argc, char **argv) {
         die_usage("-C: bad value, expected 8 or 32, found \"%d\"", o.cache_bits);
     if (o.out && (!o.list || *o.out == '-'))
         die_usage("-w: expected a list (-l, -L) and a file's name; one answer goes to > FILE");
+    if (o.keep && !strcmp(o.keep, "-")) die_usage("-K: expected a file's name, found -");
     const bool asks_stdin = !o.text && !o.file && !o.list && o.mode != CHAT;
     if (asks_stdin && !is_terminal(STDIN_FILENO)) o.file = "-";  // a pipe
     if (o.out && !o.given['s']) o.seed = 0;
@@ -2494,6 +2512,7 @@ static Options parse_options(int argc, char **argv) {
 //   | first come ...     last come |        |
 
 enum { MOST_TEXTS = 32, MOST_GUESSED = 6 };  // that run together; that have guesses in a pass
+enum { MOST_STEPS = 10, MOST_KEPTS = MOST_TEXTS + 4 + MOST_STEPS };  // that -K adds; of all
 enum { ANY_STOP = -1 };                // a given answer's last id: any stop id. It never runs.
 enum { THINKS = -2, FIRST_IDS = -1 };  // Slot.choice: it thinks; then the TEXTs' first ids come
 enum { BY_BUDGET = GOES_ON, NOT_CLOSED = FAILED + 1 };  // Slot.closed_by is an Ending, or these
@@ -2567,6 +2586,7 @@ typedef struct Engine {  // the program's state
     Tokenizer tokenizer;
     Mode mode;         // -m, or what the model is made for
     int kind;          // of results: mode, or CHOICES, or OWN_CHOICES
+    Bytes file;        // the model's
     // The texts:
     Text places[MOST_TEXTS];
     Slot slots[MOST_TEXTS];
@@ -2587,7 +2607,7 @@ typedef struct Engine {  // the program's state
     size_t reserve;    // with -o: tokens that must fit after that text's prompt
     // Many texts at once only:
     double *row_nll;   // (logit_rows) -log(probability) of the id after each, if it is there
-    Kept kept[MOST_TEXTS + 4];  // the last one makes room first: see keep_text
+    Kept kept[MOST_KEPTS];  // the last one makes room first: see keep_text
     int n_kept;
     int *users;        // (Pass.n_blocks) how many texts that run, and Kepts, have this block
     int n_unused;      // blocks that nobody has
@@ -2707,6 +2727,9 @@ static void go_back(Engine *e, Text *t, size_t n) { (void)e, (void)n, t->n_run =
 static void keep_text(Engine *e, Text *t) { (void)e, (void)t; }
 static void start_texts(Engine *e) { (void)e; }
 static void prepare_passes(Engine *e, int context) { (void)context, state_init(&e->model); }
+static void load_kept(const Engine *e, int list) {
+    (void)e, (void)list, notice("-K: no effect with -DPLAIN");
+}
 
 static bool run_pass(Engine *e) {
     Text *t = e->order[0];
@@ -2715,7 +2738,7 @@ static bool run_pass(Engine *e) {
     e->n_rows += t->n_run;
     return t->ending != INTERRUPTED;
 }
-#else  // not PLAIN, up to the end of the section "A pass"
+#else  // not PLAIN, up to the end of the section "A file of what is kept"
 // ------------------------------------------------------------------------------------------------
 // Many texts at once. To decode a token, a CPU reads all weights; they serve a token of each of 32
 // texts just as well. So texts run together, and come and go from pass to pass (continuous
@@ -2743,6 +2766,7 @@ static bool run_pass(Engine *e) {
 #define check_rows(e, n) (void)0
 #define check_copy(e, to, from) (void)0
 #define check_state_copy(to, from) (void)0
+#define check_loaded(e, kept) (void)0
 #define give_up(n) (n)  // theirs draws a number up to n
 #define guess_any(e, t, count, from) (from)  // theirs guesses ids that nobody found
 #endif
@@ -2795,14 +2819,35 @@ static void use_kept(Engine *e, Kept *kept) {
     e->kept[0] = used;
 }
 
+// With -K, makes the state that is missed least the last Kept, whose place the next one takes: one
+// with which the text does not begin, or else the one for which a text that parts after it would
+// have to run the fewest more ids, by their ratio to those that it runs now.
+static void thin_out(Engine *e, const Text *t) {
+    Kept *const last = &e->kept[e->n_kept - 1], *least = last;
+    double lowest = INFINITY;
+    if (!e->options.keep || !has_state(e) || e->most_texts > 1) return;
+    for (Kept *k = last; k >= e->kept; k--) {
+        const bool begins = k->n > 0 && count_common(t, k->ids, k->n) == k->n;
+        size_t before = 0;  // ids of the Kept that would be taken in its place
+        for (const Kept *other = e->kept; other <= last; other++)
+            if (other->n < k->n && other->n > before) before = other->n;
+        const double ratio = begins ? (t->ids.n - before + 64.0) / (t->ids.n - k->n + 64) : 0;
+        if (ratio < lowest && !k->from) lowest = ratio, least = k;
+    }
+    const Kept chosen = *least;
+    memmove(least, least + 1, (last - least) * sizeof(*least));
+    *last = chosen;
+}
+
 // What ran of a text becomes a Kept, in place of the one that was used the longest time ago. With
 // states, what a list's text leaves when it ends is the next to make room: others part before it.
 static void keep_text(Engine *e, Text *t) {
     Blocks *blocks = &t->slot->own.blocks;
-    Kept *last = &e->kept[e->n_kept - 1], old = *last;
     const size_t n = has_state(e) && e->stopped ? 0 : t->n_run;
     cut_blocks(e, blocks, count_blocks(e, n));
     if (n == 0) return;
+    thin_out(e, t);
+    Kept *last = &e->kept[e->n_kept - 1], old = *last;
     *last = (Kept){.ids = old.ids, .n = n, .blocks = *blocks, .state = t->slot->own.state};
     memcpy(last->ids, t->ids.p, n * sizeof(int));
     *blocks = old.blocks;
@@ -2893,10 +2938,12 @@ static bool begin_text(Engine *e, Text *t, Kept from, int spare) {
     return true;
 }
 
-// Marks where the first other text parts from one that starts, a block or more after what it took.
-static void set_mark(Engine *e, const Text *t) {
-    const size_t least = t->n_run + e->pass->block_len;
+// Marks where the first other text parts from one that starts, a block or more after the n ids that
+// it takes. (Before it takes blocks, because Kepts may lose theirs.)
+static void set_mark(Engine *e, const Text *t, size_t n) {
+    const size_t least = n + e->pass->block_len;
     size_t *mark = &t->slot->marks[0];
+    *mark = 0;
     for (int i = 0; i < e->n_kept + e->n_texts; i++) {
         const Text *other = i < e->n_kept ? NULL : e->order[i - e->n_kept];
         const size_t same = other ? count_common(t, other->ids.p, other->ids.n)
@@ -2923,8 +2970,8 @@ static bool start_text(Engine *e) {
     const Kept from = find_beginning(e, t);
     const int each = has_state(e) ? 2 : 1, spare = e->n_running ? each * (e->n_running + 1) : 0;
     if (should_wait(e, t, from.n)) return false;
+    if (has_state(e)) set_mark(e, t, from.n);
     if (!begin_text(e, t, from, spare)) return false;
-    if (has_state(e)) set_mark(e, t);
     if (!t->slot->started) t->slot->cached = t->n_run;
     t->slot->started = true;
     e->n_running++;
@@ -3001,16 +3048,26 @@ static void draft_texts(Engine *e) {
 // ------------------------------------------------------------------------------------------------
 // A pass: the ids that have not run, of all texts, as many as fit
 
+// With -K, returns true 64, 512, 4,096, ... ids (and less than a block) before the end of what others
+// may share: of a prompt that runs alone, or else up to the first mark.
+static bool is_step(const Engine *e, const Text *t, size_t n) {
+    const size_t end = e->n_texts == 1 ? t->n_prompt : t->slot->marks[0];
+    size_t len = e->pass->block_len, step = 64;
+    while (n + step + len <= end) step *= 8;
+    return e->options.keep && n % len == 0 && n + step <= end;
+}
+
 // Returns whether a text's state after n ids becomes a Kept.
 static bool wants_state(const Engine *e, const Text *t, size_t n) {
     const size_t *marks = t->slot->marks;
-    return has_state(e) && (n == marks[0] || n == marks[1]);
+    return has_state(e) && (n == marks[0] || n == marks[1] || is_step(e, t, n));
 }
 
 // Begins a Kept of a text's first n ids: the last Kept makes room. Returns where this pass saves
 // the state, or NULL if this pass makes the last one, too.
 static float *make_kept(Engine *e, const Text *t, size_t n) {
     Kept *kept = &e->kept[e->n_kept - 1];
+    thin_out(e, t);
     if (kept->from) return NULL;
     cut_blocks(e, &kept->blocks, 0);
     memcpy(kept->ids, t->ids.p, n * sizeof(int));
@@ -3108,6 +3165,7 @@ static void prepare_passes(Engine *e, int context) {
     e->row_nll = alloc(e->pass->logit_rows, sizeof(double), "the texts");
     const size_t size = state_size(&e->model.config);
     e->n_kept = count_kepts(e->most_texts, e->options.list);
+    if (e->options.keep && has_state(e)) e->n_kept += MOST_STEPS;
     for (int i = 0; i < e->n_kept; i++) {
         e->kept[i] = (Kept){.ids = alloc(context, sizeof(int), "the texts")};
         e->kept[i].blocks.p = alloc(n, sizeof(int), "the texts");
@@ -3124,9 +3182,10 @@ static bool run_pass(Engine *e) {
     schedule(e);
     draft_texts(e);
     const int n = make_rows(e);
-    // Ctrl-C in a chat's prompt: what ran before this pass stays. (There are no guesses yet.)
+    // Ctrl-C in a chat's prompt, or with -K: what ran before this pass stays. (No guesses yet.)
     Text *first = e->order[0];
-    const bool saves = has_state(e) && e->dialogue && first->n_run < first->n_prompt;
+    const bool stays = e->dialogue || (e->options.keep && e->n_running == 1);
+    const bool saves = has_state(e) && stays && first->n_run < first->n_prompt;
     if (saves) copy_state(e, e->before[0], first->slot->own.state);
     check_rows(e, n);
     if (n == 0 && !interrupted)  // after Ctrl-C draw adds no id: then there is no row
@@ -3146,6 +3205,242 @@ static bool run_pass(Engine *e) {
     if (e->n_running > 1 || e->mode == PERPLEXITY) on_all_threads(end_pass, e);
     else end_pass(e);
     return true;
+}
+
+// ------------------------------------------------------------------------------------------------
+// A file of what is kept (-K FILE), for later runs whose prompts begin alike. When a run begins,
+// FILE becomes Kepts. When it ends, FILE gets the Kept of one text and those with which this text
+// begins: of a prompt or a chat the text that ran last, of a list what its texts took last. Only
+// the time depends on FILE, because a row's results are the same in all runs.
+//
+// A state can't be cut, and nobody knows where the next prompt will differ. So is_step makes Kepts
+// from which that one runs at most 64 ids, or eight times what differs; where it does differ from
+// FILE's text, set_mark makes one more, for the prompt after it. FILE has
+//
+//   Head             which Kepts there are, and what the bits of all else depend on
+//   int ids[n]       of the text
+//   float block[]    for each block of n positions: see The KV cache
+//   float state[]    with states for each Kept, the shortest first
+//
+// and after each of these parts its hash (u64). No part is used before its hash was right.
+
+enum { OF_MODEL, OF_BUILD, OF_LIBM, OF_BITS, N_ORIGINS };
+static const char *const origins[] = {"model", "version or CPU", "C library", "-C"};
+#define MAGIC "q3kept1"
+
+typedef struct {
+    char magic[8];
+    uint64_t origin[N_ORIGINS];  // hashes, and the number of -C
+    uint64_t n[MOST_KEPTS];      // ids of each Kept, ascending, then 0; without states of one
+    char again[8];               // the magic: a damaged FILE still has one of them
+} Head;
+enum { IDS_AT = sizeof(Head) + sizeof(uint64_t) };
+
+typedef struct {  // FILE, while it is read or written
+    Engine *e;
+    int fd;
+    bool writes;
+    Head head;
+    int n_kepts;                // of Head
+    Ids ids;
+    uint64_t hash;              // of Head, then of Head and ids: the next part's begins with it
+    Blocks blocks;              // the first blocks and states: where they are here. The others are
+    float *states[MOST_KEPTS];  // left out, because the context is smaller than it was
+    int n_states;
+    _Atomic bool failed;        // to read or write these
+} Filed;
+
+// Returns a Head with all on which the bits of n ids' data depend. Of the model's file, the first
+// 16 MB count and, if its header has no hash of the weights (older files), some 2,000 later places.
+// C libraries may differ in few roundings: so all angles of the n positions count, and log1pf.
+static Head make_head(const Engine *e, size_t n) {
+    Head head = {.magic = MAGIC, .origin = {[OF_BITS] = e->options.cache_bits}, .again = MAGIC};
+    const Bytes file = e->file;
+    const size_t first = min_size(file.n, 1 << 24), half = e->model.config.rotary_dim / 2;
+    const bool has_hash = load_i32(file.p + 0x9C) || load_i32(file.p + 0xA0);
+    float *cos = e->pass->cos, *sin = e->pass->sin;
+    uint64_t model = hash_of(file.n, file.p, first), libm = 0;
+    for (size_t at = first; at < file.n && !has_hash; at += at / 512)
+        model = hash_of(model, file.p + at, min_size(file.n - at, 64));
+    for (size_t pos = 0; pos < n; pos++) {
+        const float logs[] = {log1pf(pos), log1pf(1 / (pos + 1.0f))};  // see rates_of
+        rope_angles(&e->model.config, (int)pos, cos, sin);
+        libm = hash_of(hash_of(libm, cos, half * sizeof(float)), sin, half * sizeof(float));
+        libm = hash_of(libm, logs, sizeof(logs));
+    }
+    head.origin[OF_MODEL] = model;
+    head.origin[OF_BUILD] = hash_of(0, version(), strlen(version()));
+    head.origin[OF_LIBM] = libm;
+    return head;
+}
+
+// Reads or writes a part, at this byte of FILE, and its hash. Returns the hash, or 0 if this fails,
+// if FILE has another, or after Ctrl-C.
+static uint64_t move_part(Filed *f, void *part, size_t size, size_t at) {
+    enum { PIECE = 1 << 18 };  // is hashed while the CPU's cache has it
+    uint64_t hash = f->hash + at;
+    for (size_t n, done = 0; done < size; done += n) {
+        char *piece = (char *)part + done;
+        n = min_size(size - done, PIECE);
+        if (interrupted || !file_move(f->fd, piece, n, at + done, f->writes)) return 0;
+        hash = hash_of(hash, piece, n);
+    }
+    uint64_t there = hash;
+    const bool moved = file_move(f->fd, &there, sizeof(there), at + size, f->writes);
+    return moved && there == hash ? hash : 0;
+}
+
+// Reads or writes block i, or the state after all blocks and i states.
+static void move_data(Filed *f, int i) {
+    const Pass *p = f->e->pass;
+    const size_t floats = block_size(&p->m->config), hash = sizeof(f->hash);
+    const size_t block = floats * sizeof(float), state = state_size(&p->m->config) * sizeof(float);
+    const int n_blocks = f->blocks.n, number = i < n_blocks ? i : i - n_blocks;
+    const size_t blocks_at = IDS_AT + f->ids.n * sizeof(int) + hash;
+    const size_t states_at = blocks_at + count_blocks(f->e, f->ids.n) * (block + hash);
+    if (i < n_blocks ? !move_part(f, p->cache + f->blocks.p[i] * floats, block,
+                                  blocks_at + number * (block + hash))
+                     : !move_part(f, f->states[number], state, states_at + number * (state + hash)))
+        f->failed = true;
+}
+
+static void read_data(void *arg) {
+    const Filed *f = arg;
+    EACH (i, f->blocks.n + f->n_states, 1) move_data(arg, i);
+}
+
+// Reads or writes what follows Head. Returns false if it fails. (It may be the end of the program
+// in the middle of a loop over threads that writes: so that is no such loop.)
+static bool move_rest(Filed *f) {
+    f->hash = move_part(f, f->ids.p, f->ids.n * sizeof(int), IDS_AT);
+    f->failed = f->hash == 0;
+    if (!f->failed && !f->writes) on_all_threads(read_data, f);
+    for (int i = 0; i < f->blocks.n + f->n_states && f->writes && !f->failed; i++) move_data(f, i);
+    return !f->failed;
+}
+
+// Reads what follows Head: the Kepts that fit into the context. Returns false, and makes none, if
+// FILE is damaged.
+static bool read_kepts(Filed *f) {
+    Engine *e = f->e;
+    Kept *last = &e->kept[e->n_kept - 1];
+    Blocks *blocks = &e->slots[0].own.blocks;
+    const size_t context = e->model.context;
+    size_t n = 0;
+    int fit = 0;
+    f->ids.p = grow(NULL, &f->ids.cap, 0, f->ids.n, sizeof(int));
+    if (!has_state(e)) f->head.n[0] = min_size(f->ids.n, context);  // it is cut
+    while (fit < min_int(f->n_kepts, e->n_kept) && f->head.n[fit] <= context) {
+        n = f->head.n[fit];
+        f->states[fit] = last[-fit].state;
+        fit++;
+    }
+    f->n_states = has_state(e) ? fit : 0;
+    add_unused(e, blocks, count_blocks(e, n), 0);  // as many as a context takes are there
+    f->blocks = *blocks;
+    const bool good = move_rest(f);
+    for (int i = 0; i < fit && good; i++) {  // the last Kept becomes the first one
+        last->n = f->head.n[i];
+        memcpy(last->ids, f->ids.p, last->n * sizeof(int));
+        for (int k = 0; k < count_blocks(e, last->n); k++)
+            add_block(e, &last->blocks, blocks->p[k]);
+        check_loaded(e, last);
+        use_kept(e, last);
+    }
+    cut_blocks(e, blocks, 0);
+    return good;
+}
+
+// Reads FILE. Returns why it can't be used, or NULL. If -K did not make it, ends the program.
+static const char *read_filed(Filed *f) {
+    const size_t size = file_size(f->fd), most = f->e->model.config.max_seq_len;
+    const Head *head = &f->head;
+    f->hash = move_part(f, &f->head, sizeof(Head), 0);
+    if (memcmp(head->magic, MAGIC, min_size(size, 8)) && memcmp(head->again, MAGIC, 8))
+        die("%s: not made by -K, expected such a file or a new name", f->e->options.keep);
+    while (f->n_kepts < (has_state(f->e) ? MOST_KEPTS : 1) && head->n[f->n_kepts] > f->ids.n)
+        f->ids.n = head->n[f->n_kepts++];
+    const Head ours = make_head(f->e, min_size(f->ids.n, most));
+    for (int i = 0; i < N_ORIGINS && f->hash; i++)
+        if (head->origin[i] != ours.origin[i]) return say("of another %s", origins[i]);
+    return f->hash && f->ids.n > 0 && f->ids.n <= most && read_kepts(f) ? NULL : "damaged";
+}
+
+// Writes FILE: a text's Kept, after those with which it begins.
+static bool write_filed(Filed *f, const Kept *text) {
+    const Engine *e = f->e;
+    f->head = make_head(e, text->n);
+    f->ids = (Ids){text->ids, text->n, 0};
+    f->blocks = text->blocks;
+    for (size_t n = 0; n < text->n; f->n_kepts++) {
+        const Kept *next = text;  // the shortest one of more than n ids
+        for (const Kept *k = e->kept; k < e->kept + e->n_kept && has_state(e); k++)
+            if (!k->from && k->n > n && k->n < next->n &&
+                !memcmp(k->ids, text->ids, k->n * sizeof(int))) next = k;
+        f->states[f->n_kepts] = next->state;
+        f->head.n[f->n_kepts] = n = next->n;
+    }
+    f->n_states = has_state(e) ? f->n_kepts : 0;
+    f->hash = move_part(f, &f->head, sizeof(Head), 0);
+    return f->hash && move_rest(f);
+}
+
+static Filed filed;  // as it was when the run began
+
+// Returns how many ids of a Kept a run can take from FILE as it was.
+static size_t count_filed(const Kept *text) {
+    size_t same = 0, n = 0;
+    while (same < min_size(filed.ids.n, text->n) && filed.ids.p[same] == text->ids[same]) same++;
+    for (int i = 0; i < filed.n_kepts && filed.head.n[i] <= same; i++) n = filed.head.n[i];
+    return has_state(filed.e) ? n : same;
+}
+
+// Replaces FILE when the program ends, if more than an eighth of the text is not in it.
+static void save_kept(void) {
+    Engine *e = filed.e;
+    const char *file = e->options.keep;
+    const double start = now();
+    char part[LONGEST_NAME];
+    if (atomic_flag_test_and_set(&dying)) return;  // memory is short, perhaps within a job
+    atomic_flag_clear(&dying);
+    for (int i = 0; i < e->n_running && !has_state(e); i++) keep_text(e, e->order[i]);
+    const Kept *text = e->kept;
+    while (text < e->kept + e->n_kept - 1 && (text->n == 0 || text->from)) text++;
+    if (text->from || text->n - count_filed(text) <= text->n / 8) return;
+    interrupted = 0;
+    Filed out = {.e = e, .writes = true, .fd = file_create(file, part)};
+    const bool whole = out.fd >= 0 && write_filed(&out, text);
+    const double size = whole ? file_size(out.fd) / 1e6 : 0;  // else errno stays
+    if (!file_replace(file, part, out.fd, whole))
+        warn("%s: not replaced: %s", file, interrupted ? "Ctrl-C" : strerror(errno));
+    else if (e->options.given['v'])
+        report("%s: %zu tokens (%.1f MB) written in %.1f s", file, text->n, size, now() - start);
+}
+
+// Makes Kepts of FILE, if it is there, and replaces it when the program ends. list: the list's fd
+static void load_kept(Engine *e, int list) {
+    const char *file = e->options.keep, *error = NULL;
+    const double start = now();
+    const unsigned mode = file_mode(file);
+    char part[LONGEST_NAME];
+    if (mode && !S_ISREG(mode)) die("%s: not a regular file, expected one or a new name", file);
+    const int fd = mode ? file_open(file, false) : file_create(file, part);  // it can be made
+    if (fd < 0)
+        die("%s: %s, expected a file that can be %s", file, strerror(errno),
+            mode ? "read" : "made");
+    if (same_file(fd, list) || same_file(fd, STDOUT_FILENO))
+        die("%s: is -K's and %s, expected another FILE", file,
+            same_file(fd, list) ? "the list" : e->options.out ? "-w's" : "stdout");
+    filed = (Filed){.e = e, .fd = fd};
+    if (file_size(fd) > 0) error = read_filed(&filed);
+    if (error) notice("%s: %s, the run begins anew", file, error);
+    else if (e->options.given['v'] && filed.blocks.n)
+        report("%s: %zu tokens (%.1f MB) read in %.1f s", file, e->kept->n, file_size(fd) / 1e6,
+               now() - start);
+    if (error) filed.n_kepts = filed.ids.n = 0;
+    if (mode) close(fd);
+    else file_replace(file, part, fd, false);
+    atexit(save_kept);
 }
 #endif  // not PLAIN
 
@@ -4391,7 +4686,7 @@ static void load_model(Engine *e) {
     Config *c = &e->model.config;
     char file[LONGEST_PATH + 16];
     check_model(o->model);
-    model_map(&e->model, o->model, o->mode != TOKENIZE);
+    e->file = model_map(&e->model, o->model, o->mode != TOKENIZE);
     snprintf(file, sizeof(file), "%s.tokenizer", o->model);
     if (!file_mode(file))
         die("%s: missing, expected beside the model, where export.py writes it", file);
@@ -4399,10 +4694,12 @@ static void load_model(Engine *e) {
     e->mode = o->mode < 0 ? e->tokenizer.tables->mode : (Mode)o->mode;
     if (o->answers && !modes[e->mode].has_answers)
         die_usage("-o: MODEL is made for -m %s, expected -m chat or generate", modes[e->mode].name);
+    if (strchr(modes[e->mode].idle, 'K')) e->options.keep = NULL;
     e->kind = o->member ? OWN_CHOICES : o->answers ? CHOICES : (int)e->mode;
     e->most_texts = o->list || o->answers ? min_int(MOST_TEXTS, o->batch) : 1;
     const double states = memory_size() / 4 / sizeof(float) / fmax(state_size(c), 1);
-    while (e->most_texts > 1 && count_states(e->most_texts, true) > states) e->most_texts--;
+    const int steps = o->keep ? MOST_STEPS : 0;
+    while (e->most_texts > 1 && count_states(e->most_texts, true) + steps > states) e->most_texts--;
     c->cache_bits = o->cache_bits;
     if (c->cache_bits == 8 && c->head_dim % 16)
         die("-C 8: expected heads of a multiple of 16, found %d (%s)", c->head_dim, o->model);
@@ -5077,6 +5374,7 @@ static int run_mode(Engine *e) {
     List *list = e->options.list ? open_list(e) : NULL;
     load_model(e);
     prepare_places(e);
+    if (e->options.keep) load_kept(e, list ? list->in.fd : -1);
     const bool chat = e->mode == CHAT;
     if (e->options.text) check_utf8(e, "-i", 1, bytes(e->options.text));
     if (system) check_utf8(e, "-y", 1, bytes(system));
@@ -6346,6 +6644,22 @@ static Pass *pass_init(const Model *m, int batch, int logit_rows, int texts) {
 }
 #endif
 
+#ifndef PLAIN
+// Four hashes, each of every fourth word (u64): none waits for the products of the others.
+static uint64_t hash_of(uint64_t seed, const void *bytes, size_t n) {
+    const uint64_t factor = 0x9E3779B97F4A7C15u;
+    uint64_t hash[4] = {n, 1, 2, 3}, word[4] = {0};
+    for (const char *p = bytes, *end = p + n; p < end; p += sizeof(word)) {
+        if (end - p >= (ptrdiff_t)sizeof(word)) memcpy(word, p, sizeof(word));
+        else memcpy(word, p, end - p);
+        UNROLL for (int i = 0; i < 4; i++) hash[i] = (hash[i] ^ word[i]) * factor;
+        UNROLL for (int i = 0; i < 4; i++) hash[i] ^= hash[i] >> 32;
+    }
+    for (int i = 0; i < 4; i++) seed = (seed ^ seed >> 32 ^ hash[i]) * factor;
+    return seed | 1;  // not 0
+}
+#endif
+
 // ------------------------------------------------------------------------------------------------
 // POSIX and Windows: what differs between systems
 
@@ -6390,6 +6704,10 @@ __attribute__((constructor)) static void catch_unknown_instructions(void) {
 #define open(path, flags, mode) _wopen(wide(path), (flags) | _O_BINARY, (mode) & 0600)
 #define stat_file(path, st) _wstat64(wide(path), (void *)(st))  // of the same layout
 #define isatty(fd) GetConsoleMode(handle(fd), &(DWORD){0})
+#define unlink(path) _wunlink(wide(path))
+#define fchmod(fd, mode) 0
+#define fsync _commit
+#define rename move_file
 #define NO_READER EINVAL  // what write() says of a pipe
 #define read read_bytes
 
@@ -6400,6 +6718,19 @@ static wchar_t *wide(const char *path) {
 }
 
 static HANDLE handle(int fd) { return (HANDLE)_get_osfhandle(fd); }
+
+static int move_file(const char *from, const char *to) {
+    wchar_t old[4096];
+    wcscpy(old, wide(from));
+    errno = EACCES;
+    return MoveFileExW(old, wide(to), MOVEFILE_REPLACE_EXISTING) ? 0 : -1;
+}
+
+static ssize_t pread(int fd, void *p, size_t n, uint64_t at) {
+    OVERLAPPED place = {.Offset = (DWORD)at, .OffsetHigh = (DWORD)(at >> 32)};
+    DWORD done = 0;
+    return ReadFile(handle(fd), p, (DWORD)n, &done, &place) ? (ssize_t)done : -1;
+}
 
 static void *map_file(int fd) {
     HANDLE map = CreateFileMappingW(handle(fd), NULL, PAGE_READONLY, 0, 0, NULL);
@@ -6588,6 +6919,36 @@ static double file_size(int fd) {
     struct stat st;
     return fstat(fd, &st) == 0 && S_ISREG(st.st_mode) ? (double)st.st_size : 0;
 }
+
+#ifndef PLAIN
+static bool file_move(int fd, void *p, size_t n, uint64_t at, bool writes) {
+    ssize_t moved = 1;
+    for (char *next = p; n > 0 && moved > 0; n -= moved, next += moved, at += moved)
+        moved = writes ? write(fd, next, n) : pread(fd, next, n, at);
+    return moved > 0;
+}
+
+// Its name is no other process's, on any machine. It has the permissions of `path`, or is private.
+static int file_create(const char *path, char name[LONGEST_NAME]) {
+    const unsigned mode = file_mode(path);
+    snprintf(name, LONGEST_NAME, "%s.%d-%.0f.part", path, (int)getpid(), now() * 1e9);
+    errno = EACCES;
+    if (mode && !(mode & 0222)) return -1;  // read-only: rename would not care
+    const int fd = open(name, O_RDWR | O_CREAT | O_EXCL, 0600);
+    if (fd >= 0 && mode) (void)!fchmod(fd, mode & 0777);
+    return fd;
+}
+
+static bool file_replace(const char *path, const char *name, int fd, bool whole) {
+    whole = whole && fsync(fd) == 0;
+    if (fd >= 0 && close(fd) != 0) whole = false;
+    if (whole && rename(name, path) == 0) return true;
+    const int error = errno;
+    if (fd >= 0) unlink(name);
+    errno = error;
+    return false;
+}
+#endif
 
 static void use_huge_pages(void *p, size_t size) {
     (void)p, (void)size;

@@ -19,6 +19,7 @@ typedef struct {
 } Rate;
 
 static Model m;
+static Bytes mapped;  // the file of the model
 static Pass *pass, *passes[2];  // with a cache of 32 bits, or of 8: use_cache says which runs
 static int *text;
 static float *states[MOST_TEXTS];  // of many texts together; the first is also a single text's
@@ -153,7 +154,7 @@ static void map_synthetic(const struct Shape *s, int bits, int group, int layers
     posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED);
 #endif
     snprintf(path, sizeof(path), "/dev/fd/%d", fd);
-    model_map(&m, path, true);
+    mapped = model_map(&m, path, true);
     // Reads all of it, so that no row waits for the disk. The file begins a header before rms_att.
     const volatile char *file = (char *)m.weights.layers[0].rms_att - sizeof(header);
     for (off_t i = 0; i < size; i += 4096) (void)file[i];
@@ -373,6 +374,70 @@ static double run_passes(int unused) {
     return (double)list.texts * list.answer;
 }
 
+// ---- What a file of -K saves: the first token of a prompt that begins like the one in FILE
+
+enum { KEPT = 4000, QUESTION = 20 };  // tokens: of the text, and of what follows it
+
+typedef struct { double first, read; size_t n, cached; } KeptRun;  // seconds; bytes of FILE; tokens
+
+// Runs a prompt in new memory, up to its answer's first token: after what is in FILE, which it replaces.
+static KeptRun run_kept(const char *path, char letter) {
+    static char prompt[KEPT + QUESTION + 1];
+    static Engine engine;
+    KeptRun r = {0};
+    for (int i = 0; i < KEPT; i++) prompt[i] = 'a' + i * i / 7 % 26;
+    for (int i = 0; i < QUESTION; i++) prompt[KEPT + i] = letter + i % 3;
+    const Options options = parse_options(9, (char *[]){"", "MODEL", "-m", "generate", "-n", "1", "-q", "-K", (char *)path});
+    engine = (Engine){.options = options, .model = m, .tokenizer = words, .mode = GENERATE, .most_texts = 1, .file = mapped,
+                      .pass = pass_init(&m, options.batch, 1, 1)};
+    engine.options.cache_bits = m.config.cache_bits;
+    prepare_places(&engine);
+    const int out = dup(STDOUT_FILENO), null = open("/dev/null", O_WRONLY);
+    if (out < 0 || null < 0 || dup2(null, STDOUT_FILENO) < 0) die("/dev/null: %s", strerror(errno));
+    const double start = now();
+    Filed back = {.e = &engine, .fd = open(path, O_RDONLY)};
+    r.n = file_size(back.fd);
+    const char *error = r.n ? read_filed(&back) : NULL;
+    if (error) die("%s: %s", path, error);
+    r.read = now() - start;
+    chat_turn(&engine, bytes(prompt));
+    r.first = now() - start;
+    r.cached = engine.slots[0].cached;
+    dup2(out, STDOUT_FILENO);
+    close(out), close(null), close(back.fd);
+    Filed made = {.e = &engine, .writes = true, .fd = open(path, O_RDWR | O_TRUNC)};
+    if (!write_filed(&made, engine.kept)) die("%s: %s", path, strerror(errno));
+    close(made.fd);
+    return r;
+}
+
+// How long memcpy takes to bring n bytes to new memory
+static double copy_seconds(size_t n) {
+    char *from = alloc(n, 1, "a test"), *to = alloc(n, 1, "a test");
+    memset(from, 1, n);
+    const double start = now();
+    memcpy(to, from, n);
+    OPAQUE(to);
+    return now() - start;
+}
+
+static void bench_kept(void) {
+    char path[4096];
+    const int context = m.context;
+    m.context = KEPT + QUESTION + 8;
+    if (fclose(temporary_file(path)) != 0 || m.context > m.config.max_seq_len) return;
+    const KeptRun first = run_kept(path, 'a'), second = run_kept(path, 'd'), third = run_kept(path, 'g');
+    const double copied = copy_seconds(third.n);
+    printf("%7d  -K -C %-2d              %9.2f s to the first token after %d; again with another end %.3f, %.3f s "
+           "(%zu, %zu cached): %.0f, %.0f times sooner\n", n_threads, m.config.cache_bits, first.first, KEPT + QUESTION,
+           second.first, third.first, second.cached, third.cached, first.first / second.first, first.first / third.first);
+    printf("%7d  -K -C %-2d reads        %9.2f GB/s (%.0f MB in %.3f s), %.2f of memcpy\n", n_threads, m.config.cache_bits,
+           third.n / third.read / 1e9, third.n / 1e6, third.read, copied / third.read);
+    fflush(stdout);
+    remove(path);
+    m.context = context;
+}
+
 // ---- Measuring and printing
 
 enum { MOST_RUNS = 256 };
@@ -498,6 +563,7 @@ typedef struct {
 static const Plan usual = {{32, 512, 4096, -1}, {0, 4000, 16000, -1}, 16000, 40, {32, -1}, 16, 512};
 static const Plan curve = {{32, 128, 512, 1024, 2048, 4096, 8192, 16384, -1},
                            {32, 128, 512, 1024, 2048, 4096, 8192, 16384, -1}, 16384, 150, {-1}, 0, INT_MAX};
+static const Plan kept = {{-1}, {-1}, 512, 0, {-1}, 0, INT_MAX};
 static const Plan decode = {{-1}, {0, -1}, 512, 0, {-1}, 0, INT_MAX};
 static const Plan many = {{-1}, {0, -1}, 6144, 0, {1, 2, 4, 8, 16, 32, 64, -1}, 16, INT_MAX};
 
@@ -628,15 +694,16 @@ int main(int argc, char **argv) {
     const int cores = cpu_count();
     const Config *g = &m.config;
     const Plan *plan = &usual;
-    const char *help = "usage: tests/bench [curve|texts|decode] MODEL.bin | SHAPE [BITS [GROUP [LAYERS]]], "
+    const char *help = "usage: tests/bench [curve|texts|decode|kept] MODEL.bin | SHAPE [BITS [GROUP [LAYERS]]], "
                        "SHAPE is 0.6b, 4b, 8b, 30b-a3b or 0.8b";
     if (argc > 1 && strcmp(argv[1], "curve") == 0) plan = &curve, argc--, argv++;
     else if (argc > 1 && strcmp(argv[1], "texts") == 0) plan = &many, effort = 0.5, argc--, argv++;
+    else if (argc > 1 && strcmp(argv[1], "kept") == 0) plan = &kept, argc--, argv++;
     else if (argc > 1 && strcmp(argv[1], "decode") == 0) plan = &decode, effort = 0.2, argc--, argv++;
     if (argc < 2) die_usage("%s", help);
     if (strcmp(argv[1], "-h") == 0) return puts(help) == EOF;
     const char *end = strrchr(argv[1], '.');
-    if (end && strcmp(end, ".bin") == 0) model_map(&m, argv[1], true);
+    if (end && strcmp(end, ".bin") == 0) mapped = model_map(&m, argv[1], true);
     else map_described(argc - 1, argv + 1);
     printf("qwen3 (%s): %d layers of %d with %d bits, vocabulary %d, group %d: %.0f MB a token, "
            "%.1f million multiply-adds in its matmuls\n\n", SIMD, g->n_layers, g->dim, g->layer_bits,
@@ -669,7 +736,12 @@ int main(int argc, char **argv) {
     read_start = (const char *)m.weights.layers[0].rms_att;
     read_blocks = (int)(weight_bytes() / READ_BLOCK);
     bench(plan, n_threads);
-    if (cores > 1) bench(plan, 1);
+    for (int bits = 32; bits >= 8 && (plan == &usual || plan == &kept); bits -= 24) {
+        m.config.cache_bits = bits;
+        bench_kept();
+    }
+    m.config.cache_bits = 32;
+    if (cores > 1 && plan != &kept) bench(plan, 1);
     printf("\nmemory beside the mapped file: %.0f MB, of which caches of %d positions, with 32 and with 8 bits: %.0f MB\n",
            peak / 1e6, m.context, 1.3125 * (token_bytes(m.context) - token_bytes(0)) / 1e6);
 }

@@ -134,7 +134,13 @@ static int fuzz_fstat(int fd, struct stat *st) {
     return 0;
 }
 
-static ssize_t fuzz_write(const void *p, size_t n) {
+static ssize_t fuzz_write(int fd, const void *p, size_t n) {
+    if (fd >= 100) {
+        uint8_t *grown = realloc(files[fd - 100].p, files[fd - 100].n + n);
+        memcpy(grown + files[fd - 100].n, p, n);
+        files[fd - 100].p = grown, files[fd - 100].n += n;
+        return (ssize_t)n;
+    }
     CHECK(n <= sizeof(written) - n_written);
     memcpy(written + n_written, p, n);
     n_written += n;
@@ -171,6 +177,13 @@ static ssize_t fuzz_read(int fd, void *p, size_t n) {
     return (ssize_t)n;
 }
 
+static ssize_t fuzz_pread(int fd, void *p, size_t n, size_t at) {
+    files[fd - 100].at = at < files[fd - 100].n ? at : files[fd - 100].n;
+    return fuzz_read(fd, p, n);
+}
+
+static int fuzz_close(int fd) { return fd < 0 ? -1 : 0; }
+
 static int fuzz_waiting(int *n) {
     *n = pasting ? (int)n_typed : 0;
     return 0;
@@ -197,9 +210,10 @@ static int fuzz_fprintf(const char *format, ...) {
 #define open(path, flags, mode) fuzz_open(path)
 #define fstat fuzz_fstat
 #define mmap(address, size, protection, flags, fd, offset) ((void *)files[(fd) - 100].p)
-#define close(fd) (void)(fd)
+#define close fuzz_close
 #define read fuzz_read
-#define write(fd, p, n) fuzz_write(p, n)
+#define write fuzz_write
+#define pread fuzz_pread
 #define ioctl(fd, request, n) fuzz_waiting(n)
 #define poll(...) fuzz_poll(__VA_ARGS__)
 #define isatty(fd) ((fd) < 3 && (terminals >> (fd) & 1))
@@ -211,9 +225,11 @@ static int fuzz_fprintf(const char *format, ...) {
 #define fwrite(p, size, n, stream) (void)0
 struct Engine;
 struct Text;
+struct Kept;
 static void check_rows(const struct Engine *e, int n);  // see naive.h
 static void check_copy(const struct Engine *e, int to, int from);
 static void check_state_copy(float *to, const float *from);
+static void check_loaded(const struct Engine *e, const struct Kept *kept);
 static size_t give_up(size_t n);
 static size_t guess_any(struct Engine *e, const struct Text *t, int count, size_t from);
 #include "../qwen3.c"
@@ -239,6 +255,7 @@ static size_t guess_any(struct Engine *e, const struct Text *t, int count, size_
 static Tokenizer tiny;   // the real kind: tests/tiny
 static Model toy;        // 32 wide, with tiny's vocabulary
 static Pass toy_pass;    // what it runs with, to begin with
+static Bytes toy_file;
 static Pass *the_pass;   // that of pass_init: the threads know this one
 
 // The pass as it was at first: an input may change it
@@ -828,6 +845,74 @@ static void fuzz_list(Bytes in) {
     toy.context = context;
 }
 
+// ---- Target kept: FILE of -K with any bytes changed, or cut, also with right hashes
+
+// Gives a part of FILE its hash, and returns where the next part begins.
+static size_t give_hash(uint64_t *seed, uint8_t *p, size_t at, size_t size) {
+    const uint64_t hash = hash_of(*seed + at, p + at, size);
+    memcpy(p + at + size, &hash, sizeof(hash));
+    if (at <= IDS_AT) *seed = hash;
+    return at + size + sizeof(hash);
+}
+
+static void give_hashes(const Filed *f, uint8_t *p, size_t n) {
+    const size_t block = block_size(&toy.config) * sizeof(float);
+    uint64_t seed = 0;
+    size_t at = give_hash(&seed, p, 0, sizeof(Head));
+    at = give_hash(&seed, p, at, f->ids.n * sizeof(int));
+    while (at + block + sizeof(seed) <= n) at = give_hash(&seed, p, at, block);
+}
+
+static void fuzz_kept(Bytes in) {
+    static Engine engine;
+    static uint8_t result[1 << 12];
+    const uint8_t flags = take_byte(&in), n_edits = take_byte(&in) % 8, cut = take_byte(&in);
+    const bool forged = flags & 1, smaller = flags & 2;
+    char *argv[] = {"qwen3", "m.bin", "-s", "7", "-qq", "-m", flags & 4 ? "embed" : "generate", "-K", "kept",
+                    "-C", flags & 8 ? "8" : "32", "-b", flags & 16 ? "1" : "16", "-n", "3"};
+    const int argc = flags & 4 ? 13 : 15;
+    struct { size_t at; uint8_t bits; } edits[8] = {{0}};
+    for (int i = 0; i < n_edits; i++) {
+        edits[i].at = take_byte(&in);
+        edits[i].at += take_byte(&in) << 8;
+        edits[i].bits = take_byte(&in);
+    }
+    const Bytes text = in.n ? rest(in.p, min_size(in.n, 24)) : bytes("x");
+    start_engine(&engine, argc, argv);
+    engine.file = toy_file;
+    chat_turn(&engine, text);
+    const size_t n = n_written;
+    CHECK(n <= sizeof(result));
+    memcpy(result, written, n);
+    if (engine.kept[0].n == 0) return;
+    file_add("kept", "", 0);
+    Filed out = {.e = &engine, .fd = 100 + (int)n_files - 1, .writes = true};
+    CHECK(write_filed(&out, &engine.kept[0]));
+    uint8_t *p = files[n_files - 1].p;
+    size_t *size = &files[n_files - 1].n;
+    bool changed = flags & 32;
+    if (changed) *size = *size * cut / 256;
+    for (int i = 0; i < n_edits && *size; i++) {
+        p[edits[i].at % *size] ^= edits[i].bits;
+        changed |= edits[i].bits;
+    }
+    if (forged && !(flags & 32)) give_hashes(&out, p, *size);
+    toy.context = smaller ? 32 : 64;
+    memset(toy_pass.cache, 0, toy_pass.n_blocks * block_size(&toy.config) * sizeof(float));
+    start_engine(&engine, argc, argv);
+    engine.file = toy_file;
+    Filed back = {.e = &engine, .fd = out.fd};
+    const char *error = *size ? read_filed(&back) : NULL;
+    CHECK(!changed || error || forged || smaller || !*size);
+    CHECK(changed || !error);
+    int used = 0;
+    for (int i = 0; i < engine.pass->n_blocks; i++) used += engine.users[i] > 0;
+    CHECK(used + engine.n_unused == engine.pass->n_blocks && (!error || used == 0));
+    if (forged && changed) return;              // it may say anything
+    chat_turn(&engine, text);
+    CHECK(smaller || bytes_equal(rest(result, n), rest(written, n_written)));
+}
+
 // ---- Target sample: any logits and any options
 
 static void fuzz_sample(Bytes in) {
@@ -1006,7 +1091,7 @@ static void fuzz_writer(Bytes in) {
 static const struct Target { const char *name; void (*run)(Bytes); size_t longest; } targets[] = {
     {"model", fuzz_model, 192},     {"tokenizer", fuzz_tokenizer, 512}, {"text", fuzz_text, 256},
     {"chat", fuzz_chat, 512},       {"session", fuzz_session, 512},   {"list", fuzz_list, 200},
-    {"sample", fuzz_sample, 512},   {"writer", fuzz_writer, 256},
+    {"kept", fuzz_kept, 64},        {"sample", fuzz_sample, 512},   {"writer", fuzz_writer, 256},
 };
 enum { N_TARGETS = sizeof(targets) / sizeof(*targets) };
 
@@ -1061,7 +1146,7 @@ static void set_up(void) {
     memcpy(file, toy_header, 256);
     for (size_t i = 64; i < size / 4; i++) ((float *)file)[i] = (float)random_next(&rng) * 0.1f;
     file_add("toy", file, size);
-    model_map(&toy, "toy", true);
+    toy_file = model_map(&toy, "toy", true);
     toy.context = 64;
     toy_pass = *(the_pass = pass_init(&toy, 16, 16, 8));
     kept = n_blocks;
@@ -1181,6 +1266,12 @@ static const struct { const char *target, *p; size_t n; } seeds[] = {
     // lines that go on with other lines' given answers, whose blocks they share
     SEED("list", "\1\x23\x78\x11" "the old\nthe old keeper, and so on, and on and on\nthe old\nthe old keeper, and so on, and on and on or"),
     SEED("list", "\1\x30\x48\x11" "the old\nthe old keeper, and so on, and on and on\nthe old keeper, and so\nthe old keeper, and so on, and on and on or not"),
+    SEED("kept", "\0\0\0" "the old lighthouse keeper"),
+    SEED("kept", "\0\1\0\x20\3\1the old lighthouse keeper"),
+    SEED("kept", "\x28\0\x80the old lighthouse keeper"),
+    SEED("kept", "\1\2\0\x28\0\xff\x30\0\1the old lighthouse keeper"),
+    SEED("kept", "\x1f\1\0\0\4\7the old lighthouse keeper"),
+    SEED("kept", "\6\0\0the old lighthouse keeper"),
     SEED("sample", "\0\x46\5\xf0\1\x80\x90\xa0\x70\x80\x81\xa1\xa1\x40"),
     SEED("sample", "\6\x46\5\xf0\1\0\0\x80\x7f\0\0\x80\x3f\0\0\x80\x3f"),
     SEED("writer", "\7\0\3<a>\6think>\2b\n\7/think>\2\nc"),

@@ -56,6 +56,16 @@ static uint64_t *state_of(const float *state) {
 
 static void check_state_copy(float *to, const float *from) { *state_of(to) = *state_of(from); }
 
+// What a Kept has was read from FILE (-K), and counts as run.
+static void check_loaded(const Engine *e, const Kept *kept) {
+    uint64_t hash = 0;
+    for (size_t pos = 0; pos < kept->n; pos++) {
+        hash = next_hash(hash, kept->ids[pos]);
+        *hash_at(e, kept->blocks.p[pos / e->pass->block_len], pos) = hash;
+    }
+    if (has_state(e)) *state_of(kept->state) = hash;
+}
+
 // The id that once came after these ids
 static struct { uint64_t ids; int next; } after[1 << 16];
 

@@ -65,9 +65,11 @@ static int affinity(pid_t process, size_t size, cpu_set_t *set) {
 #define calloc counted_calloc
 struct Engine;
 struct Text;
+struct Kept;
 static void check_rows(const struct Engine *e, int n);  // see naive.h
 static void check_copy(const struct Engine *e, int to, int from);
 static void check_state_copy(float *to, const float *from);
+static void check_loaded(const struct Engine *e, const struct Kept *kept);
 static size_t give_up(size_t n);
 static size_t guess_any(struct Engine *e, const struct Text *t, int count, size_t from);
 #include "../qwen3.c"

@@ -132,6 +132,7 @@ def folder(tmp_path, tokenizer_json, monkeypatch):
         json.dumps({"question": "What is 3 + 4?", "choices": ["7", "77 and so on", "no"], "gold": gold}) + "\n"
         for gold in (0, 1, 2)))
     (tmp_path / "contract.txt").write_text("Once upon a time.\n")
+    (tmp_path / "rules.txt").write_text("Your name is Max.\n")
     (tmp_path / "batch.jsonl").write_text("".join(
         json.dumps({"custom_id": name, "method": "POST", "url": "/v1/chat/completions", "body": {
             "model": "gpt", "max_tokens": 9, "messages": [{"role": "user", "content": "What is 3 + 4?"}]}}) + "\n"
