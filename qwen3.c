@@ -2337,7 +2337,7 @@ static const char usage[] =  // after the line of --version
     "  -v         also settings and the prompt's ids; with -m tokenize, a line a token\n"
     "  -h, --version\n\n"
     "A prompt from both: ls -l | qwen3 model.bin -i \"Which file is the largest?\" -f -\n"
-    "In a loop that reads lines of a pipe, </dev/null keeps them from being noticed.\n"
+    "A loop over lines of a pipe needs </dev/null, or the unread ones are a notice.\n"
     "-m chat on a pipe: each line is a turn. The model's text goes to stdout, all else\n"
     "to stderr. Exit: 0 success, 1 file, memory, model, 2 usage error, 130 Ctrl-C.\n";
 

@@ -406,10 +406,10 @@ def test_one_label_for_nearly_all(table_model):
 
 def test_many_answers_and_little_memory(tiny, tmp_path):
     """Taken apart, a row's own answers take as much memory as encoding them: too many are that row's error."""
-    row, path = json.dumps({"text": "a", "own": [f"a{i}" for i in range(900_000)]}), tmp_path / "rows"
+    row, path = json.dumps({"text": "a", "own": [f"a{i}" for i in range(450_000)]}), tmp_path / "rows"
     path.write_text(f'{row}\n{{"text":"a","own":["x","y"]}}\n')
-    result = shell(f"ulimit -v 900000; exec {QUOTED_QWEN3} {tiny} -q -j 1 -c 64 -o @own -L {path}")
-    assert result.returncode == 1 and b'line 1: member "own": too long, expected at most 8 MB' in result.stderr, result.stderr
+    result = shell(f"ulimit -v 450000; exec {QUOTED_QWEN3} {tiny} -q -j 1 -c 64 -o @own -L {path}")
+    assert result.returncode == 1 and b'line 1: member "own": too long, expected at most 4 MB' in result.stderr, result.stderr
     assert b'"error":"member' in result.stdout.splitlines()[0] and b'"choice":' in result.stdout.splitlines()[1]
 
 
