@@ -40,12 +40,10 @@ Without OUT.bin the name is that of the checkpoint or the GGUF file + ".bin", wi
                        than the model was trained on; short texts get slightly worse
     --chat-template FILE  takes FILE's chat template (Jinja), not SOURCE's
     --check            compares both files with what an export would write; says the largest error
+    --form SCHEMA.json  prints a JSON Schema (-: of stdin) as a regular expression, and no more:
+                       qwen3 -g "$(python export.py --form SCHEMA.json)" answers with what is valid
+                       by it. A keyword that it can't keep is refused. It needs no packages
     --version          prints the version
-
-    python export.py --form SCHEMA.json      (or - for stdin; needs no packages)
-
-prints a JSON Schema as a regular expression: `qwen3 -g "$(python export.py --form SCHEMA.json)"`
-answers with what is valid by it. It refuses a keyword that would not be kept, and says its place.
 
 The two files appear when both are complete. What qwen3.c can't run is refused with the reason.
 Exit status: 0 done, 1 refused, failed or different (in one line), 2 wrong usage, 130 after Ctrl-C.

@@ -815,7 +815,7 @@ typedef struct {           // the text around the messages of a conversation: se
     Bytes strip;           // </think>: all up to the last one is cut from an earlier answer,
     Bytes trim;            // and then any of these characters from the start of what is left
     Bytes system_to_think; // in place of open[SYSTEM] where thinking is on, if not NULL (Qwen3.8)
-    bool keeps;            // that thinking is not cut: it stands in the block of open[ASSISTANT]
+    bool keeps;            // what is cut is put into the <think> block of open[ASSISTANT] (Qwen3.8)
     bool strips;           // each message loses the blanks at its ends, before that (Qwen3.5)
 } ChatFormat;
 
@@ -3737,8 +3737,9 @@ static Bytes content_of(const Tokenizer *tok, const Conversation *talk, size_t i
     const Bytes whole = bytes_of(&talk->p[i].text);
     const Bytes text = tok->chat.strips ? strip(tok, whole, true) : whole;
     const bool earlier = talk->p[i].role == ASSISTANT && i + 1 < talk->n;  // else it goes on
-    const Bytes content = bytes_from(text, earlier ? thinking_length(&tok->chat, text) : 0);
-    return tok->chat.keeps ? strip(tok, content, true) : content;
+    const size_t cut = earlier ? thinking_length(&tok->chat, text) : 0;
+    const Bytes content = bytes_from(text, cut);
+    return cut && tok->chat.keeps ? strip(tok, content, true) : content;
 }
 
 // The order of ids: one that begins others comes before them. Then that of texts, then of places
@@ -4312,8 +4313,8 @@ static bool answer_last(Engine *e, bool again) {
     return true;
 }
 
-// A thought that a format keeps has its place in the empty block before each earlier answer, after
-// the newline behind <think>. It has no blanks at its ends there, as in the template.
+// Adds what stands before a message's content. If the format keeps earlier answers' thoughts, these
+// stand in the block that is empty otherwise, after "<think>\n", without blanks at their ends.
 static void encode_open(Encoder *enc, const Conversation *talk, size_t i, bool think) {
     const ChatFormat *f = &enc->tok->chat;
     const Bytes whole = bytes_of(&talk->p[i].text), tag = bytes("<think>");
@@ -5160,7 +5161,8 @@ static const char *encode_line(List *l, Bytes line) {
     if (!error && own) error = take_choices(object, e->options.member, &e->next);
     size_t size = 0;
     for (size_t i = 0; i < talk->n; i++)
-        size += chat ? content_of(&e->tokenizer, talk, i).n : talk->p[i].text.n;
+        size += chat && !e->tokenizer.chat.keeps ? content_of(&e->tokenizer, talk, i).n
+                                                 : talk->p[i].text.n;
     if (!error && size) error = wrong_size(e, size);  // messages may be empty: see take_line
     if (error) return error;
     encode_prompt(e, talk, 0);
