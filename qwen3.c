@@ -4181,9 +4181,7 @@ static Message *conversation_add(Conversation *talk, int role, Bytes text) {
 
 // Removes messages first .. end - 1.
 static void conversation_drop(Conversation *talk, size_t first, size_t end) {
-    for (size_t i = first; i < end; i++) {
-        free(talk->p[i].text.p);
-    }
+    for (size_t i = first; i < end; i++) free(talk->p[i].text.p);
     for (size_t i = end; i < talk->n; i++) talk->p[first + i - end] = talk->p[i];
     talk->n -= end - first;
 }
