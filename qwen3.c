@@ -89,13 +89,13 @@
      Math                           The model file        Results, an answer    Vector math
      Quantization, matrix product   The tokenizer file    Turns                 The KV cache
      Embedding and rope             Unicode, merging      Lines of input        Threads
-     Attention                      Modes, options        Conversations         Workers
-     The delta rule                 Texts and places      Starting a run        Matrix products
-     The feed-forward network       Many texts at once    JSON, rows            Attention
-     The whole model                Drafts, a pass, -K    Lists                 The delta rule
-     Text to tokens                 Writing, thinking     Going on with a list  The work of a layer
-     The sampler                    Given answers         main                  The memory of a run
-     The main loop                  Requests                                    POSIX and Windows
+     Attention                      Forms                 Conversations         Workers
+     The delta rule                 Modes, options        Starting a run        Matrix products
+     The feed-forward network       Texts and places      JSON, rows            Attention
+     The whole model                Many texts at once    Lists                 The delta rule
+     Text to tokens                 Drafts, a pass, -K    Going on with a list  The work of a layer
+     The sampler                    Writing, thinking     main                  The memory of a run
+     The main loop                  Given answers                               POSIX and Windows
      The chat format                                                                            */
 
 #if __SIZEOF_POINTER__ < 8 || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
@@ -1173,6 +1173,9 @@ static Ending append_id(const Tokenizer *tok, Text *text, int id) {
     return ids->n <= text->context ? GOES_ON : CONTEXT_ENDED;  // GOES_ON: there is room to run it
 }
 
+// With -g, returns a bit for each id, 1 if the answer may go on with it; else NULL. (Part II)
+static const uint32_t *allowed_ids(const Text *text);
+
 // Calls append_id for a drawn id. After N ids of thinking (option -r N), or when thinking
 // repeats itself, it appends a sentence that ends the thinking, and </think>. (Part II)
 static Ending accept_id(const Tokenizer *tok, Text *text, int id);
@@ -1184,6 +1187,9 @@ static Ending score_first_ids(const Tokenizer *tok, Text *text, float *logits);
 static Ending draw_next(const Tokenizer *tok, Text *text, float *logits) {
     if (text->asks) return score_first_ids(tok, text, logits);
     if (text->ids.n == text->max_ids) return LIMIT_REACHED;  // -n 0
+    const uint32_t *allowed = allowed_ids(text);
+    for (int i = 0; allowed && i < tok->vocab_size; i++)  // the others fall below all of these
+        logits[i] -= (~allowed[i / 32] >> i % 32 & 1) * 1e25f;
     const int id = sample(&text->sampler, logits, tok->vocab_size);
     return id < 0 ? FAILED : accept_id(tok, text, id);
 }
@@ -2273,6 +2279,397 @@ static void merge_piece(const Tokenizer *tok, Bytes piece, Ids *out) {
 #endif
 
 // ------------------------------------------------------------------------------------------------
+// Forms (-g): an answer matches a regular expression, from its first byte to its last. This becomes
+// steps (Thompson 1968). Each leads to the next one, but for two kinds:
+//
+//   CHARS   waits for a character of a set      X|Y     FORK to Y, X, JUMP to the end, Y
+//   FORK    leads to another step, too          X{1,2}  X, FORK to the end, X
+//   JUMP    leads to another step               X*      FORK to the end, X, FORK to X
+//
+// The last step of all waits, too: there the answer may end. A text's state is which steps wait. A
+// state has a mask, a bit for each id: 1 if the answer may go on with it. States and masks are made
+// when a text first needs them, and serve all texts. No state is a dead end: characters lead from
+// each step to the last one, and each of their bytes is a token.
+
+typedef struct {
+    enum { CHARS, FORK, JUMP } kind;
+    int to;             // of FORK, JUMP: how many steps the other one is away
+    int first, end;     // of CHARS: the set's ranges are number first .. end - 1
+} Step;
+
+typedef struct {
+    size_t steps, n;    // the n steps that wait: in Form.waiting, in order
+    int lacks;          // bytes of a character that has begun. It is one of low .. high, for which
+    int low, high;      // they wait; low > high: any, and they come after it
+    uint16_t next[256]; // the state after each byte
+    bool may_end;       // the last step of all is among them
+    uint32_t *mask;     // (vocab_size) bits, or NULL: it is not made yet
+} FormState;
+
+// Numbers of states. LEFT: no answer begins so. At FORM_OPEN it may also begin with <think>.
+enum { UNKNOWN, LEFT, FORM_START, FORM_OPEN, FIRST_OTHER };
+enum { MOST_STEPS = 1 << 20, MOST_STATES = 1 << 16, MOST_SIZE = 1 << 28, MOST_WORK = 1 << 24 };
+
+typedef struct Form {
+    Step *steps;
+    FormState *states;
+    size_t n_steps, steps_cap, n_states, states_cap;
+    Keys ranges;        // of characters: low << 21 | high
+    uint16_t *table;    // (2 * MOST_STATES) a hash table of states, or UNKNOWN
+    Ids waiting;        // steps of all states
+    Ids found, left;    // those of the state that is made, and those still to be looked at
+    unsigned *seen, round;  // (n_steps) the round that found a step last
+    struct Listed { int id; uint16_t n, common; } *tokens;  // that an answer may have, by bytes
+    Buffer rests;       // of each its n bytes, but the first, which it has in common with the last
+    int n_tokens, work; // work: steps and ranges that were looked at for a mask
+    size_t size;        // of states and masks, in bytes
+} Form;
+
+static int low_of(uint64_t range) { return (int)(range >> 21); }
+static int high_of(uint64_t range) { return (int)(range & CHAR_MASK); }
+
+// Finds the steps that wait, from those in `left` on.
+static void find_steps(Form *f) {
+    f->found.n = 0;
+    f->round++;
+    for (; f->left.n > 0; f->work++) {
+        const int number = f->left.p[--f->left.n];
+        const Step *step = &f->steps[number];
+        if (f->seen[number] == f->round) continue;
+        f->seen[number] = f->round;
+        if (step->kind == CHARS) ids_add(&f->found, number);
+        if (step->kind == FORK) ids_add(&f->left, number + 1);
+        if (step->kind != CHARS) ids_add(&f->left, number + step->to);
+    }
+}
+
+static int compare_ints(const void *a, const void *b) { return *(const int *)a - *(const int *)b; }
+
+// Returns the state of the steps that were found.
+static int take_found(Form *f, int lacks, int low, int high) {
+    Ids *found = &f->found;
+    const size_t n = found->n;
+    uint64_t hash = (uint64_t)low << 32 | high << 2 | lacks;
+    if (n == 0) return LEFT;
+    qsort(found->p, n, sizeof(int), compare_ints);
+    for (size_t i = 0; i < n; i++) hash = (hash ^ found->p[i]) * 0x9E3779B97F4A7C15u;
+    uint32_t slot = hash >> 47;
+    for (; f->table[slot]; slot = (slot + 1) % (2 * MOST_STATES)) {
+        const FormState *s = &f->states[f->table[slot]];
+        if (s->n == n && s->lacks == lacks && s->low == low && s->high == high &&
+            memcmp(f->waiting.p + s->steps, found->p, n * sizeof(int)) == 0) return f->table[slot];
+    }
+    if (f->n_states == MOST_STATES || f->size > MOST_SIZE || f->work > MOST_WORK)
+        die("-g: too many ways to go on, expected fewer: no counts or repeats inside others");
+    f->states = grow(f->states, &f->states_cap, f->n_states, 2, sizeof(FormState));  // + FORM_OPEN
+    f->states[f->n_states] = (FormState){f->waiting.n, n, lacks, low, high, {UNKNOWN},
+                                         !lacks && found->p[n - 1] == (int)f->n_steps - 1, NULL};
+    for (size_t i = 0; i < n; i++) ids_add(&f->waiting, found->p[i]);
+    f->size += sizeof(FormState) + n * sizeof(int);
+    return f->table[slot] = f->n_states++;
+}
+
+// Returns whether a step takes characters of low .. high. If it takes some, *whole becomes false.
+// If all or none: *from .. *to, in which these are, shrink to characters that it treats like these.
+static bool takes_any(Form *f, Step step, int low, int high, int *from, int *to, bool *whole) {
+    for (int i = step.first; i < step.end; i++, f->work++) {
+        const int first = low_of(f->ranges.p[i]), last = high_of(f->ranges.p[i]);
+        const bool before = last < low, after = first > high;
+        if (!after) *from = max_int(*from, before ? last + 1 : first);
+        if (!before) *to = min_int(*to, after ? first - 1 : last);
+        if (before) continue;
+        *whole &= after || (first <= low && last >= high);
+        return !after;
+    }
+    return false;
+}
+
+// Returns the state after a byte. If it has to be made, other bytes that lead there get it, too.
+static int next_state(Form *f, int state, uint8_t byte) {
+    if (f->states[state].next[byte] != UNKNOWN) return f->states[state].next[byte];
+    static const int least[] = {0, 0x80, 0x800, 0x10000, LAST_CHAR + 1};  // of 1 to 4 bytes
+    const FormState s = f->states[state];
+    const bool begun = s.lacks > 0, any = s.low > s.high;
+    const int lacks = begun ? s.lacks - 1 : (byte >= 0x80) + (byte >= 0xE0) + (byte >= 0xF0);
+    const int unit = 1 << 6 * lacks;  // so many characters begin with the same bytes, this one too
+    int from = any ? 0 : begun ? s.low : least[lacks];
+    int to = any ? 64 * unit - 1 : begun ? s.high : least[lacks + 1] - 1;
+    const int bits = begun ? to / unit / 64 * 64 + (byte & 63) : lacks ? byte & 63 >> lacks : byte;
+    const int low = max_int(bits * unit, from), high = min_int(bits * unit + unit - 1, to);
+    bool whole = high - low == unit - 1;
+    if ((byte >> 6 == 2) != begun || byte >= 0xF8 || low > high)
+        return f->states[state].next[byte] = LEFT;
+    f->found.n = 0;
+    for (size_t i = s.steps; i < s.steps + s.n; i++) {
+        const int step = f->waiting.p[i];
+        if (any || takes_any(f, f->steps[step], low, high, &from, &to, &whole))
+            ids_add(&f->found, step);
+    }
+    for (size_t i = 0; i < f->found.n && whole; i++) ids_add(&f->left, f->found.p[i] + !any);
+    if (whole) find_steps(f);
+    const int made = !whole ? take_found(f, lacks, low, high) : take_found(f, lacks, lacks > 0, 0);
+    uint16_t *next = f->states[state].next;
+    next[byte] = made;
+    for (int c = (from + unit - 1) / unit; whole && (c + 1) * unit - 1 <= to; c++)
+        next[byte + c - bits] = made;
+    return made;
+}
+
+static int state_after(Form *f, int state, Bytes text) {
+    for (size_t i = 0; i < text.n && state != LEFT; i++) state = next_state(f, state, text.p[i]);
+    return state;
+}
+
+static void start_states(Form *f) {  // and forgets all others
+    for (size_t i = FORM_START; i < f->n_states; i++) free(f->states[i].mask);
+    memset(f->table, 0, 2 * MOST_STATES * sizeof(*f->table));
+    f->n_states = FORM_START;
+    f->waiting.n = f->size = f->work = 0;
+    ids_add(&f->left, 0);
+    find_steps(f);
+    take_found(f, 0, 0, 0);
+    f->states[FORM_OPEN] = f->states[FORM_START];
+    f->n_states = FIRST_OTHER;
+}
+
+typedef struct { uint64_t start; const Bytes *text; } FormToken;  // start: its first 8 bytes
+static int compare_tokens(const void *a, const void *b) {
+    const FormToken *x = a, *y = b;
+    if (x->start != y->start) return x->start < y->start ? -1 : 1;
+    const int order = memcmp(x->text->p, y->text->p, min_size(x->text->n, y->text->n));
+    return order ? order : (x->text->n > y->text->n) - (x->text->n < y->text->n);
+}
+
+// Lists the tokens that an answer may have: those with a text that is written, but in a chat not
+// those that begin and end thinking.
+static void list_tokens(Form *f, const Tokenizer *tok, bool chat) {
+    FormToken *all = grow(NULL, &(size_t){0}, 0, tok->vocab_size, sizeof(*all));
+    bool is_token[256] = {false};
+    for (int id = 0; id < tok->vocab_size; id++) {
+        const Bytes text = tok->text[id];
+        const bool marks = chat && (id == tok->think || id == tok->end_think);
+        if (text.n == 0 || tok->kind[id] & SPECIAL || is_stop(tok, id) || marks) continue;
+        is_token[*text.p] |= text.n == 1;
+        uint64_t start = 0;
+        for (size_t i = 0; i < 8; i++) start = start << 8 | (i < text.n ? text.p[i] : 0);
+        all[f->n_tokens++] = (FormToken){start, &tok->text[id]};
+    }
+    for (int i = 0; i < 256; i++)
+        if (!is_token[i]) die("-g: byte 0x%02x is no token of this model that answers may have", i);
+    qsort(all, f->n_tokens, sizeof(*all), compare_tokens);
+    f->tokens = alloc(f->n_tokens, sizeof(*f->tokens), "-g");
+    for (int i = 0; i < f->n_tokens; i++) {
+        const Bytes text = *all[i].text, last = i ? *all[i - 1].text : (Bytes){0};
+        size_t common = 0;
+        while (common < min_size(text.n, last.n) && text.p[common] == last.p[common]) common++;
+        f->tokens[i] = (struct Listed){all[i].text - tok->text, text.n, common};
+        buffer_add(&f->rests, bytes_from(text, common));
+    }
+    free(all);
+}
+
+// Makes a state's mask: path[i] is the state after i bytes of a token.
+static void make_mask(Form *f, const Tokenizer *tok, int state) {
+    const size_t size = (tok->vocab_size / 32 + 1) * sizeof(uint32_t);
+    const uint8_t *rest = f->rests.p;
+    int path[LONGEST + 1] = {state}, known = 0;  // path[0 .. known] are those of the last token
+    if (f->states[state].mask) return;
+    uint32_t *mask = memset(grow(NULL, &(size_t){0}, 0, size, 1), 0, size);
+    f->work = 0;
+    for (const struct Listed *t = f->tokens; t < f->tokens + f->n_tokens; t++) {
+        known = min_int(known, t->common);  // then known is t->common, or path[known] is LEFT
+        for (; known < t->n && path[known] != LEFT; known++)
+            path[known + 1] = next_state(f, path[known], rest[known - t->common]);
+        if (path[known] != LEFT) mask[t->id / 32] |= 1u << t->id % 32;
+        rest += t->n - t->common;
+    }
+    for (size_t i = 0; i < tok->stop.n && f->states[state].may_end; i++)
+        mask[tok->stop.p[i] / 32] |= 1u << tok->stop.p[i] % 32;
+    if (state == FORM_OPEN) mask[tok->think / 32] |= 1u << tok->think % 32;
+    f->states[state].mask = mask;
+    f->size += size;
+}
+
+typedef struct { Form *form; const char *start, *at; int depth; } Expression;  // from `at`: to read
+
+static void form_need(const Expression *x, const char *at, bool good, const char *expected) {
+    if (!good)
+        die_usage("-g: bad expression at byte %d, expected %s, found %s%.16s",
+                  (int)(at - x->start) + 1, expected, *at ? "" : "its end", at);
+}
+
+INLINE bool take_sign(Expression *x, char sign) { return *x->at == sign && x->at++; }
+
+static int add_step(Form *f, Step step) {  // and returns its number
+    if (f->n_steps == MOST_STEPS) die_usage("-g: too long, expected lower counts");
+    f->steps = grow(f->steps, &f->steps_cap, f->n_steps, 1, sizeof(Step));
+    f->steps[f->n_steps] = step;
+    return (int)f->n_steps++;
+}
+
+static void add_range(Keys *set, uint64_t low, uint64_t high) {
+    set->p = grow(set->p, &set->cap, set->n, 1, sizeof(uint64_t));
+    set->p[set->n++] = low << 21 | high;
+}
+
+// Replaces a set by all other characters, in order. Halves of pairs (UTF-16) are none.
+static void invert_set(Keys *set) {
+    int next = 0;  // the character after the ranges so far
+    size_t n = 0;
+    add_range(set, 0xD800, 0xDFFF);
+    qsort(set->p, set->n, sizeof(uint64_t), compare_keys);
+    for (size_t i = 0; i < set->n; i++) {
+        const int low = low_of(set->p[i]), high = high_of(set->p[i]);
+        if (low > next) set->p[n++] = (uint64_t)next << 21 | (low - 1);
+        next = max_int(next, high + 1);
+    }
+    set->n = n;
+    if (next <= LAST_CHAR) add_range(set, next, LAST_CHAR);
+}
+
+// Adds ASCII's \d, \w or \s to a set; in capitals all other characters.
+static void add_class(Keys *set, int letter) {
+    const bool others = isupper(letter);
+    const char *range = strchr("dD", letter) ? "09" : strchr("wW", letter) ? "09AZ__az" : "\t\r  ";
+    int next = 0;
+    for (; *range; next = range[1] + 1, range += 2)
+        add_range(set, others ? next : range[0], others ? range[0] - 1 : range[1]);
+    if (others) add_range(set, next, LAST_CHAR);
+}
+
+// Takes a character or an escape, and returns what it means; -1: a class, which goes to the set.
+static int take_char(Expression *x, Keys *set) {
+    static const char hex[] = "0123456789abcdefABCDEF";
+    const char *start = x->at;
+    const bool escape = take_sign(x, '\\');
+    const Char next = code_point_at((Bytes){(const uint8_t *)x->at, 4}, 0);  // a NUL ends it
+    const uint32_t c = next.c;
+    form_need(x, x->at, c && c < BAD_BYTE, "a character");
+    x->at += next.n;
+    if (!escape) return (int)c;
+    if (c == 'n' || c == 't' || c == 'r') return c == 'n' ? '\n' : c == 't' ? '\t' : '\r';
+    if (c < 128 && strchr("dwsDWS", (int)c)) return add_class(set, (int)c), -1;
+    form_need(x, start, c == 'x' || c == 'u' || c >= 128 || !isalnum((int)c),
+              "\\d \\w \\s \\D \\W \\S \\n \\t \\r \\xHH \\uHHHH, or \\ and a sign");
+    if (c != 'x' && c != 'u') return (int)c;
+    const size_t digits = c == 'x' ? 2 : 4;
+    unsigned code = 0xD800;
+    if (strspn(x->at, hex) >= digits) sscanf(x->at, c == 'x' ? "%2x" : "%4x", &code);
+    form_need(x, start, code < 0xD800 || code > 0xDFFF,
+              "\\x and 2 hexadecimal digits, or \\u and 4: no half of a pair");
+    x->at += digits;
+    return (int)code;
+}
+
+// Adds a step for the characters of a set, or for all others.
+static void add_chars(Expression *x, Keys *set, bool others) {
+    Keys *all = &x->form->ranges;
+    const int first = (int)all->n;
+    if (!others) invert_set(set);
+    invert_set(set);  // now in order
+    form_need(x, x->at, set->n > 0, "a set before this that has characters");
+    for (size_t i = 0; i < set->n; i++) add_range(all, low_of(set->p[i]), high_of(set->p[i]));
+    add_step(x->form, (Step){CHARS, 0, first, (int)all->n});
+    free(set->p);
+}
+
+static void add_set(Expression *x) {  // [...], whose [ is taken
+    const bool others = take_sign(x, '^');
+    Keys set = {0};
+    do {
+        const char *start = x->at;
+        const int low = take_char(x, &set);
+        const bool range = x->at[0] == '-' && x->at[1] != ']' && take_sign(x, '-');
+        const int high = range ? take_char(x, &set) : low;
+        form_need(x, start, !range || (low >= 0 && high >= low), "a range from low to high");
+        if (low >= 0) add_range(&set, low, high);
+    } while (!take_sign(x, ']'));
+    add_chars(x, &set, others);
+}
+
+static void add_ways(Expression *x);
+
+static void add_atom(Expression *x) {  // a character, a set or a group
+    const char *start = x->at;
+    Keys set = {0};
+    if (take_sign(x, '[')) {
+        add_set(x);
+    } else if (take_sign(x, '(')) {
+        form_need(x, start, !take_sign(x, '?') || take_sign(x, ':'), "a group, ( or (?:");
+        form_need(x, start, x->depth++ < 100, "at most 100 groups inside each other");
+        add_ways(x);
+        form_need(x, x->at, take_sign(x, ')'), ")");
+        x->depth--;
+    } else {
+        form_need(x, start, !strchr("*+?{^$", *start), "\\ before this sign");
+        const bool any = take_sign(x, '.');  // all but \n
+        const int c = any ? '\n' : take_char(x, &set);
+        if (c >= 0) add_range(&set, c, c);
+        add_chars(x, &set, any);
+    }
+}
+
+// Takes how often something comes, *least to *most times; -1: without a limit.
+static void take_count(Expression *x, int *least, int *most) {
+    const char *start = x->at, sign = *x->at;
+    if (!sign || !strchr("?*+{", sign)) return;
+    x->at++;
+    *least = sign == '+';
+    *most = sign == '?' ? 1 : -1;
+    if (sign == '{') {
+        form_need(x, x->at, isdigit((uint8_t)*x->at), "a count: {2}, {2,} or {2,3}");
+        *least = *most = (int)min_size(strtoul(x->at, (char **)&x->at, 10), MOST_STEPS);
+        if (take_sign(x, ',') && *x->at == '}') *most = -1;
+        else if (isdigit((uint8_t)*x->at))
+            *most = (int)min_size(strtoul(x->at, (char **)&x->at, 10), MOST_STEPS);
+        form_need(x, x->at, take_sign(x, '}'), "}");
+        form_need(x, start, *most < 0 || *most >= *least, "a count from low to high");
+    }
+    form_need(x, x->at, !*x->at || !strchr("?*+{", *x->at), "no lazy, possessive or second repeat");
+}
+
+static void add_repeated(Expression *x) {
+    Form *f = x->form;
+    const int begin = add_step(f, (Step){FORK, 1, 0, 0});
+    int least = 1, most = 1;
+    add_atom(x);
+    take_count(x, &least, &most);
+    const int n = (int)f->n_steps - begin, copies = most < 0 ? max_int(least, 1) : most;
+    for (int i = n; i < (int64_t)copies * n; i++) add_step(f, f->steps[begin + i % n]);
+    for (int i = least; i < copies; i++) f->steps[begin + i * n].to = (copies - i) * n + (most < 0);
+    if (most < 0) add_step(f, (Step){FORK, 1 - n, 0, 0});
+    if (most == 0) f->n_steps = begin;
+}
+
+static void add_ways(Expression *x) {  // X|Y
+    Form *f = x->form;
+    int jump = -1;  // the last JUMP to the end. Its `to` is the number of the one before, or -1
+    do {
+        const int fork = add_step(f, (Step){FORK, 1, 0, 0});
+        while (*x->at && !strchr("|)$", *x->at)) add_repeated(x);
+        if (*x->at == '|') jump = add_step(f, (Step){JUMP, jump, 0, 0});
+        if (*x->at == '|') f->steps[fork].to = jump + 1 - fork;
+    } while (take_sign(x, '|'));
+    for (int before; jump >= 0; jump = before)
+        before = f->steps[jump].to, f->steps[jump].to = (int)f->n_steps - jump;
+}
+
+// Makes the form of an expression. A ^ at its start and a $ at its end say what holds anyway.
+static Form *make_form(const char *text) {
+    Form *f = alloc(1, sizeof(Form), "-g");
+    Expression x = {f, text, text, 0};
+    take_sign(&x, '^');
+    add_ways(&x);
+    take_sign(&x, '$');
+    form_need(&x, x.at, !*x.at, "its end");
+    add_step(f, (Step){CHARS, 0, 0, 0});
+    f->seen = alloc(f->n_steps, sizeof(*f->seen), "-g");
+    f->table = alloc(2 * MOST_STATES, sizeof(*f->table), "-g");
+    start_states(f);
+    return f;
+}
+
+// ------------------------------------------------------------------------------------------------
 // Modes: what the program makes of a text (with -o another thing), and options: the command line
 
 enum { CHOICES = N_MODES, OWN_CHOICES };  // OWN_CHOICES: -o @NAME
@@ -2295,7 +2692,7 @@ static const struct {
 
 typedef struct {  // of the command line. Not given: NULL, or -1 without a default
     const char *model, *text, *file, *list, *out, *system, *stop, *answers;  // list: of -l or -L
-    const char *keep;      // FILE of -K
+    const char *keep, *form;  // FILE of -K, EXPRESSION of -g
     const char *member;    // NAME, if `answers` is @NAME
     int mode, think, top_k, context, cache_bits, batch, threads;
     int n;                 // -1: no limit, -2: none, but repeats end an answer
@@ -2318,6 +2715,8 @@ static const char usage[] =  // after the line of --version
     "  -r 0|1|N   thinking off, on, or on for at most N tokens (chat) [0]\n"
     "  -o TEXT|TEXT...  how likely each of these answers is; the likeliest is written\n"
     "  -o @NAME   with -L: the same of the answers in each object's array NAME\n"
+    "  -g EXPRESSION  a regular expression that each answer matches, all of it [none];\n"
+    "             for JSON: -g \"$(export.py --form SCHEMA.json)\"\n"
     "  -t FLOAT   temperature, 0 is greedy [the checkpoint's; without thinking 0.7]\n"
     "  -p FLOAT   top-p, above 0 and up to 1 [the checkpoint's; without thinking 0.8]\n"
     "  -k INT     top-k, 0 is off [the checkpoint's; without thinking 20]\n"
@@ -2364,6 +2763,7 @@ static const Option options[] = {  // those with a value
     {'r', INTEGER, PLACE(think), 0, INT_MAX,
      "0 (off), 1 (on) or N (on, for at most N tokens)", " reasoning-budget thinking-budget "},
     {'o', TEXT, PLACE(answers), 0, INT_MAX, NULL, " choices "},
+    {'g', TEXT, PLACE(form), 1, INT_MAX, "a regular expression", " regex guided-regex "},
     {'t', REAL, PLACE(temperature), 0, 1000, NULL, " temp temperature "},
     {'p', REAL, PLACE(top_p), 1e-30, 1, "above 0 and up to 1 (a prompt goes with -i)", " top-p "},
     {'k', INTEGER, PLACE(top_k), 0, INT_MAX, NULL, " top-k "},
@@ -2388,8 +2788,8 @@ static const struct { const char *others, *here; } hints[] = {
     {" model model-path ", "MODEL without an option"}, {" quiet silent ", "-q"},
     {" think thinking enable-thinking reasoning ", "-r 1, or -r N for at most N tokens"},
     {" no-think no-thinking nothink hidethinking ", "-r 0"}, {" verbose ", "-v"},
-    {" json jsonl grammar grammar-file json-schema format response-format ", "-o 'TEXT|TEXT', "
-     "-L FILE (a list in JSON), or for JSON an answer that is begun: .github/RECIPES.md"},
+    {" json jsonl grammar grammar-file json-schema json-schema-file format response-format ",
+     "-g EXPRESSION (for JSON that of export.py --form SCHEMA.json), -L FILE (a list in JSON)"},
     {" chat-template chat-template-file ", "it in the model: export.py has --chat-template FILE"},
     {" chat conversation cnv interactive ", "nothing: without -i and -f it chats"},
     {" embedding embeddings ", "-m embed"}, {" stream ", "nothing: answers come as they are made"},
@@ -2460,8 +2860,6 @@ static void check_answers(Options *o) {
     o->member = *text == '@' && !strchr(text, '|') ? text + 1 : NULL;
     if (o->member && (!o->given['L'] || !*o->member))
         die_usage("-o %s: expected -L FILE, whose objects have this member", text);
-    if (o->mode >= 0 && !modes[o->mode].has_answers)
-        die_usage("-o: -m %s has no answers", modes[o->mode].name);
     if (!o->text && !o->file && !o->list)
         die_usage("-o: a conversation, expected -i TEXT, -f FILE (- is stdin) or a list");
 }
@@ -2488,7 +2886,7 @@ static Options parse_options(int argc, char **argv) {
     if (!o.model || !*o.model || strlen(o.model) > LONGEST_PATH)
         die_usage("MODEL: %s, expected a .bin file; -h shows more",
                   o.model && *o.model ? "too long" : "missing");
-    for (const char *p = "qv lL lf Lf lv Lv ox "; *p; p += 3)  // pairs that exclude each other
+    for (const char *p = "qv lL lf Lf lv Lv ox og gx "; *p; p += 3)  // pairs of which one is left
         if (o.given[(uint8_t)p[0]] && o.given[(uint8_t)p[1]])
             die_usage("-%c, -%c: both given, expected one of them", p[0], p[1]);
     if (o.cache_bits != 8 && o.cache_bits != 32)
@@ -2499,6 +2897,8 @@ static Options parse_options(int argc, char **argv) {
     const bool asks_stdin = !o.text && !o.file && !o.list && o.mode != CHAT;
     if (asks_stdin && !is_terminal(STDIN_FILENO)) o.file = "-";  // a pipe
     if (o.out && !o.given['s']) o.seed = 0;
+    if ((o.answers || o.form) && o.mode >= 0 && !modes[o.mode].has_answers)
+        die_usage("-%c: -m %s has no answers", o.form ? 'g' : 'o', modes[o.mode].name);
     if (o.answers) check_answers(&o);
     return o;
 }
@@ -2512,7 +2912,7 @@ static Options parse_options(int argc, char **argv) {
 //   | first come ...     last come |        |
 
 enum { MOST_TEXTS = 32, MOST_GUESSED = 6 };  // that run together; that have guesses in a pass
-enum { MOST_STEPS = 10, MOST_KEPTS = MOST_TEXTS + 4 + MOST_STEPS };  // that -K adds; of all
+enum { KEPT_STEPS = 10, MOST_KEPTS = MOST_TEXTS + 4 + KEPT_STEPS };  // that -K adds; of all
 enum { ANY_STOP = -1 };                // a given answer's last id: any stop id. It never runs.
 enum { THINKS = -2, FIRST_IDS = -1 };  // Slot.choice: it thinks; then the TEXTs' first ids come
 enum { BY_BUDGET = GOES_ON, NOT_CLOSED = FAILED + 1 };  // Slot.closed_by is an Ending, or these
@@ -2568,6 +2968,8 @@ typedef struct Slot {  // what Part II has of a text, beside Text
     size_t watched;    // repeats count from this id on: at first n_prompt; with -n never (INT_MAX)
     int repeats;       // how much it repeats itself: see repeats_itself
     int closed_by;     // the Ending that closed its thinking, BY_BUDGET (-r N), or NOT_CLOSED
+    int form;          // with -g: the state after its ids, once they are the answer's,
+    size_t form_start; // and after which of them it was FORM_START last
     int choice;        // with -o: what it waits for, THINKS, FIRST_IDS, or a given answer's score
     int n_begun;       // given answers that were scored, or are
     struct Slot *asker;  // whose given answers it scores: its own, or another's (see add_helpers)
@@ -2603,6 +3005,7 @@ typedef struct Engine {  // the program's state
     bool may_think;    // the prompt does, or the model may begin with <think>
     Ids budget_text;   // what ends thinking that has reached it
     Ids after_think;   // what follows </think> before given answers
+    Form *form;        // of the answers (-g), or NULL
     Choices next;      // the given answers of the next text: of -o, or with -o @NAME of its row
     size_t reserve;    // with -o: tokens that must fit after that text's prompt
     // Many texts at once only:
@@ -2686,7 +3089,8 @@ static Text *add_text(Engine *e, const Ids *prompt, uint64_t rng, bool goes_on) 
     fill_place(e, t, prompt);
     *slot = (Slot){.engine = e, .own = slot->own, .start = now(), .closed_by = NOT_CLOSED,
                    .asker = slot, .thinking = e->thinks && !goes_on,
-                   .watched = o->n < -1 ? n : INT_MAX};
+                   .watched = o->n < -1 ? n : INT_MAX,
+                   .form = e->may_think && !goes_on ? FORM_OPEN : FORM_START};
     *t = (Text){.ids = slot->own.all, .target = n, .n_prompt = n, .context = e->model.context,
                 .max_ids = o->n < 0 ? SIZE_MAX : n + o->n, .embeds = e->mode == EMBED,
                 .sampler = t->sampler, .writer = t->writer, .slot = slot};
@@ -2720,6 +3124,28 @@ static bool end_text(Engine *e, Text *t) {
     if (more) t->ending = GOES_ON;
     else remove_text(e, t);
     return !more;
+}
+
+// Makes the masks that the next draws need, also after guesses: so threads only read the form. If
+// there are many states, they are forgotten, and those of texts made again.
+static void prepare_masks(const Engine *e) {
+    Form *f = e->form;
+    const bool many = f->n_states > MOST_STATES / 2 || f->size > MOST_SIZE / 2;
+    if (many) start_states(f);
+    for (int i = 0; i < e->n_texts; i++) {
+        const Text *t = e->order[i];
+        Slot *slot = t->slot;
+        size_t at = many && slot->form >= FIRST_OTHER ? slot->form_start : t->ids.n;
+        if (at < t->ids.n) slot->form = FORM_START;
+        for (; at < t->ids.n; at++, f->work = 0)
+            slot->form = state_after(f, slot->form, e->tokenizer.text[t->ids.p[at]]);
+        int state = slot->thinking || i >= e->n_running ? LEFT : slot->form;
+        for (const int *id = t->ids.p + at; state != LEFT; id++) {
+            make_mask(f, &e->tokenizer, state);
+            const bool guessed = id < t->ids.p + at + slot->guesses;
+            state = guessed ? state_after(f, state, e->tokenizer.text[*id]) : LEFT;
+        }
+    }
 }
 
 #ifdef PLAIN
@@ -3009,21 +3435,65 @@ static void schedule(Engine *e) {
 // before its guesses, and the right ones run again in the next pass, without new guesses.
 enum { NGRAM = 5, DRAFT_COST = 20, MOST_CREDIT = 40 * DRAFT_COST };
 
+// Returns the byte that has to come after a text, or -1. Where blanks may come before it, this is a
+// guess: as after the same bytes before.
+static int guess_byte(Form *f, int state, Bytes text) {
+    int only = -1, n = 0, others = 0;
+    size_t k = 1;
+    if (f->states[state].n > 8 || f->states[state].may_end) return -1;
+    for (int byte = 0; byte < 256; byte++) {
+        if (next_state(f, state, byte) == LEFT) continue;
+        only = byte;
+        n++;
+        others += !isspace(byte);
+    }
+    if (n == 1) return only;
+    while (k < text.n && isspace(text.p[text.n - k])) k++;
+    for (size_t end = text.n - 1; others < 2 && end >= k; end--)
+        if (memcmp(text.p + end - k, text.p + text.n - k, k) == 0)
+            return next_state(f, state, text.p[end]) != LEFT ? text.p[end] : -1;
+    return -1;
+}
+
+// Guesses up to `most` ids after a text, where its form leaves one way. Returns how many: not one,
+// which the model often joins with what comes then.
+static int guess_form(const Engine *e, Text *t, int most) {
+    const Tokenizer *tok = &e->tokenizer;
+    const size_t n = t->ids.n;
+    int state = t->slot->form, byte;
+    Buffer text = {0};
+    Ids ids = {0};
+    for (size_t i = n - min_size(n, 1000); i < n; i++) buffer_add(&text, tok->text[t->ids.p[i]]);
+    const size_t begin = text.n;
+    while (text.n < begin + 8 * most && (byte = guess_byte(e->form, state, bytes_of(&text))) >= 0) {
+        buffer_add(&text, (Bytes){(uint8_t[]){byte}, 1});
+        state = next_state(e->form, state, byte);
+    }
+    encode_part(tok, bytes_from(bytes_of(&text), begin), false, &ids);
+    const int guesses = ids.n > 1 ? min_int(most, (int)ids.n) : 0;
+    for (int i = 0; i < guesses; i++) t->ids.p[n + i] = ids.p[i];
+    free(text.p);
+    free(ids.p);
+    return guesses;
+}
+
 // Guesses up to `most` ids after a text: those after the latest place where its last ids stand. The
 // context, -n and unused blocks limit them. A draft that reaches its own first ids copies these.
 static void draft_text(Engine *e, Text *t, int most) {
     int *ids = t->ids.p;
     const size_t n = t->ids.n, size = NGRAM * sizeof(int), end = min_size(t->context, t->max_ids);
     const size_t room = (size_t)(t->slot->own.blocks.n + e->n_unused) * e->pass->block_len;
-    const int count = min_int(most, (int)min_size(end, room) - (int)n);
+    int count = min_int(most, (int)min_size(end, room) - (int)n);
     size_t from = n - 1;  // the draft begins with ids[from]
     if (count < 1 || e->credit < 0) return;
+    const int formed = e->form && !t->slot->thinking ? guess_form(e, t, count) : 0;
     while (from >= NGRAM && memcmp(ids + from - NGRAM, ids + n - NGRAM, size) != 0) from--;
     from = guess_any(e, t, count, from);
-    if (from < NGRAM) return;
+    if (from < NGRAM && !formed) return;
+    if (formed) count = formed;
     e->credit -= DRAFT_COST * count;
     t->slot->guesses = count;
-    for (int i = 0; i < count; i++) ids[n + i] = ids[from + i];
+    for (int i = 0; i < count && !formed; i++) ids[n + i] = ids[from + i];
     take_blocks(e, t, count, 0);
 }
 
@@ -3165,7 +3635,7 @@ static void prepare_passes(Engine *e, int context) {
     e->row_nll = alloc(e->pass->logit_rows, sizeof(double), "the texts");
     const size_t size = state_size(&e->model.config);
     e->n_kept = count_kepts(e->most_texts, e->options.list);
-    if (e->options.keep && has_state(e)) e->n_kept += MOST_STEPS;
+    if (e->options.keep && has_state(e)) e->n_kept += KEPT_STEPS;
     for (int i = 0; i < e->n_kept; i++) {
         e->kept[i] = (Kept){.ids = alloc(context, sizeof(int), "the texts")};
         e->kept[i].blocks.p = alloc(n, sizeof(int), "the texts");
@@ -3201,6 +3671,7 @@ static bool run_pass(Engine *e) {
     if (e->pass->n_needed == 0) return true;
     if (e->prompt_end == 0) e->prompt_end = now();
     if (e->mode != EMBED) classify(e->pass, e->pass->n_needed);
+    if (e->form) prepare_masks(e);
     // The main thread writes the answer of a text alone: Ctrl-C makes it try a stopped write again.
     if (e->n_running > 1 || e->mode == PERPLEXITY) on_all_threads(end_pass, e);
     else end_pass(e);
@@ -3647,6 +4118,33 @@ static Ending add_id(const Tokenizer *tok, Text *t, int id) {
     return ending;
 }
 
+static const uint32_t *allowed_ids(const Text *t) {
+    const Slot *slot = t->slot;
+    const Form *f = slot->engine->form;
+    if (!f || slot->thinking) return NULL;
+    if (!f->states[slot->form].mask) prepare_masks(slot->engine);  // with -DPLAIN
+    return f->states[slot->form].mask;
+}
+
+// Calls add_id, and goes on in the form. It begins after what the template has after thinking.
+static Ending add_formed(const Tokenizer *tok, Text *t, int id) {
+    Slot *slot = t->slot;
+    Form *f = slot->engine->form;
+    const Ids *after = &slot->engine->after_think;
+    const uint32_t *allowed = allowed_ids(t);  // NULL: it thinks
+    if (allowed && !(allowed[id / 32] >> id % 32 & 1)) return FAILED;
+    if (allowed) t->writer->trims = false;
+    if (slot->form < FIRST_OTHER) slot->form_start = t->ids.n;
+    Ending ending = add_id(tok, t, id);
+    if (slot->thinking || !allowed) slot->form = FORM_START;
+    else if (ending != COMPLETE) slot->form = state_after(f, slot->form, tok->text[id]);
+    if (slot->thinking) return ending;
+    for (size_t i = 0; i < after->n && !allowed && ending == GOES_ON; i++)
+        ending = add_id(tok, t, after->p[i]);
+    const FormState *s = &f->states[slot->form];
+    return allowed && s->may_end && s->n == 1 ? COMPLETE : ending;
+}
+
 // A text that does not think has append_id's Ending, or before given answers COMPLETE. Thinking is
 // closed by budget_text if it has N ids (-r N), or goes round in circles for the first time. Then
 // the answer goes on. Before given answers, whatever ends it closes it (COMPLETE): see next_choice.
@@ -3655,7 +4153,7 @@ static Ending accept_id(const Tokenizer *tok, Text *t, int id) {
     const Engine *e = slot->engine;
     const bool was_thinking = slot->thinking;
     if (chooses(e) && !was_thinking && id != tok->think) return COMPLETE;  // this id is dropped
-    Ending ending = add_id(tok, t, id);
+    Ending ending = e->form ? add_formed(tok, t, id) : add_id(tok, t, id);
     if (!slot->thinking) return chooses(e) ? COMPLETE : ending;
     slot->thought += was_thinking && ending != COMPLETE;  // <think> and a stop id do not count
     const bool spent = e->options.think > 1 && slot->thought >= e->options.think;  // -r N
@@ -4691,13 +5189,14 @@ static void load_model(Engine *e) {
         die("%s: missing, expected beside the model, where export.py writes it", file);
     tokenizer_load(&e->tokenizer, file, c->vocab_size);
     e->mode = o->mode < 0 ? e->tokenizer.tables->mode : (Mode)o->mode;
-    if (o->answers && !modes[e->mode].has_answers)
-        die_usage("-o: MODEL is made for -m %s, expected -m chat or generate", modes[e->mode].name);
+    if ((o->answers || o->form) && !modes[e->mode].has_answers)
+        die_usage("-%c: MODEL is made for -m %s, expected -m chat or generate",
+                  o->form ? 'g' : 'o', modes[e->mode].name);
     if (strchr(modes[e->mode].idle, 'K')) e->options.keep = NULL;
     e->kind = o->member ? OWN_CHOICES : o->answers ? CHOICES : (int)e->mode;
     e->most_texts = o->list || o->answers ? min_int(MOST_TEXTS, o->batch) : 1;
     const double states = memory_size() / 4 / sizeof(float) / fmax(state_size(c), 1);
-    const int steps = o->keep ? MOST_STEPS : 0;
+    const int steps = o->keep ? KEPT_STEPS : 0;
     while (e->most_texts > 1 && count_states(e->most_texts, true) + steps > states) e->most_texts--;
     c->cache_bits = o->cache_bits;
     if (c->cache_bits == 8 && c->head_dim % 16)
@@ -4706,6 +5205,7 @@ static void load_model(Engine *e) {
     if (e->mode == TOKENIZE) return;
     start_threads(o->threads > 0 ? o->threads : cpu_count());
     prepare_answers(e);
+    if (e->form) list_tokens(e->form, &e->tokenizer, e->mode == CHAT);
 }
 
 // Reads the prompt. Returns false if there is none: this is a conversation.
@@ -5370,6 +5870,7 @@ static List *open_list(Engine *e) {
 static int run_mode(Engine *e) {
     const char *system = e->options.system;
     split_answers(e);
+    if (e->options.form) e->form = make_form(e->options.form);
     // Before the model, because it fails fast, and FILE becomes stdout:
     List *list = e->options.list ? open_list(e) : NULL;
     load_model(e);

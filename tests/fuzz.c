@@ -618,6 +618,8 @@ static void obey_options(Engine *e) {
     if (o->answers && !modes[e->mode].has_answers) die_usage("-o: -m %s has no answers", modes[e->mode].name);
     e->kind = o->member ? OWN_CHOICES : o->answers ? CHOICES : (int)e->mode;
     e->most_texts = o->list || o->answers ? min_int(MOST_TEXTS, o->batch) : 1;
+    if (o->form && !modes[e->mode].has_answers) die_usage("-g: -m %s has no answers", modes[e->mode].name);
+    if (o->form) e->form = make_form(o->form), list_tokens(e->form, &e->tokenizer, e->mode == CHAT);
 }
 
 static void fuzz_session(Bytes in) {
@@ -781,14 +783,15 @@ static void fuzz_list(Bytes in) {
         if (!memcmp(in.p + i, "\xFF\xFE", 2) || !memcmp(in.p + i, "\xFE\xFF", 2) || !memcmp(in.p + i, "\xEF\xBB", 2))
             return;
     }
-    char seed[16], *argv[26] = {"qwen3", "m.bin", "-s", seed, "-qq"};
+    static char *forms[] = {"[\\s\\S]{0,9}", "(yes|no|(th[ei] ?)*)e?", "\\w+ {2}.*|[^a]", "((a|e){2,5}\\n){2}"};
+    char seed[16], *argv[28] = {"qwen3", "m.bin", "-s", seed, "-qq"};
     int argc = 5;
-    const bool given = edges & 16 && flags % 5 < 2;
+    const bool given = edges & 16 && flags % 5 < 2, formed = !given && edges & 4 && flags % 5 < 2;
     char *options[] = {"-m", modes[flags % 5], "-n", lengths[more % 6], "-b", batches[cache >> 6],
-                       flags & 8 ? "-y" : NULL, "Be brief.", flags & 16 && !given ? "-x" : NULL, "e",
+                       flags & 8 ? "-y" : NULL, "Be brief.", flags & 16 && !given && !formed ? "-x" : NULL, "e",
                        flags & 32 ? "-r" : NULL, edges & 32 ? "3" : "1", flags & 64 ? "-t" : NULL, "0",
                        given ? "-o" : NULL, choices[edges & 1 ? 2 : edges & 4 ? 1 : 0],
-                       edges & 2 ? "-C" : NULL, "8"};
+                       edges & 2 ? "-C" : NULL, "8", formed ? "-g" : NULL, forms[more % 4]};
     for (size_t i = 0; i < sizeof(options) / sizeof(*options); i += 2) {
         if (options[i]) argv[argc++] = options[i], argv[argc++] = options[i + 1];
     }
@@ -954,6 +957,37 @@ static void fuzz_sample(Bytes in) {
         CHECK(before <= sum * s.top_p + 1e-5 * sum);
 }
 
+// ---- Target form: an expression, and an answer of ids that it allows: there are always some, and where
+// they may end they are characters
+
+static void fuzz_form(Bytes in) {
+    char text[257];
+    const Bytes expression = take_until(&in, 0);
+    memcpy(text, expression.p, expression.n);
+    text[expression.n] = 0;
+    Form *f = make_form(text);
+    Buffer answer = {0};
+    list_tokens(f, &tiny, true);
+    for (int state = FORM_START, n = 0; n < 12; n++) {
+        make_mask(f, &tiny, state);
+        const uint32_t *mask = f->states[state].mask;
+        int allowed = 0, id = -1, chosen = take_byte(&in) << 8;
+        chosen |= take_byte(&in);
+        for (int i = 0; i < tiny.vocab_size; i++) allowed += mask[i / 32] >> i % 32 & 1;
+        CHECK(allowed > 0);
+        for (int left = chosen % allowed; left >= 0; left -= mask[id / 32] >> id % 32 & 1) id++;
+        for (size_t i = 0; i < tiny.stop.n; i++)
+            CHECK((mask[tiny.stop.p[i] / 32] >> tiny.stop.p[i] % 32 & 1) == f->states[state].may_end);
+        for (size_t at = 0; f->states[state].may_end && at < answer.n; at += code_point_at(bytes_of(&answer), at).n)
+            CHECK(code_point_at(bytes_of(&answer), at).c < BAD_BYTE);
+        if (is_stop(&tiny, id)) break;
+        CHECK(!(tiny.kind[id] & SPECIAL) && tiny.text[id].n > 0);
+        buffer_add(&answer, tiny.text[id]);
+        state = state_after(f, state, tiny.text[id]);
+        CHECK(state != LEFT);
+    }
+}
+
 // ---- Target writer: the bytes go out as they come, but never a part of a character
 
 static bool ends_inside_character(Bytes s) {    // by trying what could follow
@@ -1092,6 +1126,7 @@ static const struct Target { const char *name; void (*run)(Bytes); size_t longes
     {"model", fuzz_model, 192},     {"tokenizer", fuzz_tokenizer, 512}, {"text", fuzz_text, 256},
     {"chat", fuzz_chat, 512},       {"session", fuzz_session, 512},   {"list", fuzz_list, 200},
     {"kept", fuzz_kept, 64},        {"sample", fuzz_sample, 512},   {"writer", fuzz_writer, 256},
+    {"form", fuzz_form, 256},
 };
 enum { N_TARGETS = sizeof(targets) / sizeof(*targets) };
 
@@ -1274,6 +1309,15 @@ static const struct { const char *target, *p; size_t n; } seeds[] = {
     SEED("kept", "\6\0\0the old lighthouse keeper"),
     SEED("sample", "\0\x46\5\xf0\1\x80\x90\xa0\x70\x80\x81\xa1\xa1\x40"),
     SEED("sample", "\6\x46\5\xf0\1\0\0\x80\x7f\0\0\x80\x3f\0\0\x80\x3f"),
+    SEED("form", "(?:a|b[^c-f\\d]*){2,5}\\.x?\\w+\\s\0\1\2\3\4\5\6\7\10"),
+    SEED("form", "[\\u00e0-\\uffef]{3}|\\(\\)|.*[^\\]-]\0\1\2\3\4\5\6"),
+    SEED("form", "((((((a{3}){3})*){3})+)?)|^|$\0\1\2\3"),
+    SEED("form", "^\\{\"n\": ?\"([^\"\\\\\\x00-\\x1f]|\\\\[\"\\\\n])*\"(, )?[\\S\\n]\\}$\0\0\0\1\1\2\2\3\3\4\4"),
+    SEED("form", "[\\D\\W]{0,40}([\\s\\S]{0,9}[^a]{0,9}){9}\0\377\377\1\2\3\4\5\6"),
+    SEED("form", "\xe6\x97\xa5|[\xf0\x9f\x98\x80-\xf0\x9f\x98\x8e]{2}\\x41\0\2\1\3\1"),
+    SEED("session", "\0m.bin\0-g\0[a-z ]{2,9}|\\d\0-i\0Hello\0-n\0002\0"),
+    SEED("list", "\1\x2f\xc0\x04" "the old\nthe\nthe old lighthouse\nthe old"),
+    SEED("list", "\x20\x2c\xc0\x0c" "the old\nthe\nthe old lighthouse\nthe old"),
     SEED("writer", "\7\0\3<a>\6think>\2b\n\7/think>\2\nc"),
     SEED("writer", "\0\0\1\xf0\2\x9f\x99\1\x82\3\xe2\x82Z\2\xed\xa0\1\x80\1\xc3\0\1\xa9"),
     SEED("writer", "\2\2\n\n\3a\r\n\2b\r\1\n\3\xc2\x9b\033\2\n\nc"),

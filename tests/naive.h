@@ -39,6 +39,8 @@ static uint64_t *hash_at(const Engine *e, int block, size_t pos) {
     return &ran[i].hash[block * len + pos % len];
 }
 
+static size_t passes_ran;  // of all engines
+
 // What ran into each state, as a hash of the ids
 static struct { const float *state; uint64_t hash; } states[200];
 
@@ -72,6 +74,7 @@ static struct { uint64_t ids; int next; } after[1 << 16];
 // Asserts the invariant before n rows run: each text finds in its blocks what its ids before them have
 // left there, and each row is written into a block with one user.
 static void check_rows(const Engine *e, int n) {
+    passes_ran++;
     const Row *row = e->pass->rows, *end = row + n;
     int unused = e->pass->n_blocks;
     for (int i = 0; i < e->n_kept; i++) {

@@ -77,7 +77,7 @@ def test_good_value(small, option, value):
 
 
 ONCE = [
-    "-i a", "-f -", "-l -", "-L -", "-w a", "-o a|b", "-m chat", "-y a", "-r 0", "-t 0", "-p 1", "-k 1", "-a 1", "-e 1",
+    "-i a", "-f -", "-l -", "-L -", "-w a", "-o a|b", "-g a", "-m chat", "-y a", "-r 0", "-t 0", "-p 1", "-k 1", "-a 1", "-e 1",
     "-x a", "-s 1", "-n 1", "-c 0", "-C 8", "-b 1", "-j 1", "-q", "-v"]
 
 
@@ -123,7 +123,7 @@ OTHERS = {  # other programs' options, and what is here
     "-s": "--seed", "-i": "--prompt", "-j": "--threads", "-c": "--ctx-size --num_ctx", "-C": "--cache-type-k --kv_cache_dtype=fp8",
     "-n": "--n-predict --max-tokens --max_tokens", "-y": "--system -sys", "-e": "--repeat_penalty",
     "-x": "--stop", "-r 1": "--think --enable_thinking", "-r 0": "--no-think", "-v": "--verbose",
-    "-q": "--quiet", "-o 'TEXT|TEXT'": "--json --grammar --json-schema --format",
+    "-q": "--quiet", "-g EXPRESSION": "--json --grammar --json-schema --format", "-g": "--regex",
     "-m embed": "--embedding", "nothing: without -i": "--interactive", "nothing": "--stream",
     "a space: -i x": "-i=x", "a space: -t .7": "-t.7"}
 
@@ -136,14 +136,15 @@ OTHERS = {  # other programs' options, and what is here
         "M -L a -v", "M -l", "M -L", "M -l ''", "M -L ''", "M -w x", "M -w x -i a", "M -l a -w -",
         "M -l a -w ''", "M -l a -w", "M -i a -o yes", "M -i a -o 'yes|'", "M -i a -o 'yes|yes'",
         "M -i a -o 'caf\udce9|no'", "M -i a -o 'yes|no' -m embed", "M -i a -o 'yes|no' -m tokenize",
-        "M -i a -o 'yes|no' -m perplexity", "M -i a -o 'yes|no' -x a")],
+        "M -i a -o 'yes|no' -m perplexity", "M -i a -o 'yes|no' -x a", "M -i a -g ''", "M -i a -g '(a'",
+        "M -i a -g a -x a", "M -i a -g a -o 'a|b'", "M -i a -g a -m embed", "M -i a -g a -m tokenize", "M -i a -g a -m perplexity")],
     ("M Why?", ['"M"', 'goes with -i', '-i "Why?"']), ("M -i a b", ["b: ", "in quotes", "cat joins several) with -f"]), (f"run {QWEN3}", ["run: ", "MODEL first"]),
     ("M -p Why?", ["-p", "prompt goes with -i", '"Why?"']), ("M -p 0", ["above 0 and up to 1"]), ("M -e 0", ["where 1 is off"]),
     *[(command, ["-n10", "-n 10"]) for command in ("M -n10", "-n10 M")],
     *[(f"-m {name} -i x", ["MODEL goes without -m"]) for name in ("model.bin", "models/M")],
     ("M --model 1", ["--model", "MODEL without an option"]), ("M -l a -w -q", ["-w: expected a list (-l, -L) and a file's name"]),
     *[(f"M {text}", ["-t: was taken for the value of the option before it"]) for text in ("-i -t 0", "-o -t yes")],
-    ("M.bin N.bin", ["N.bin: unexpected", '"M.bin"']), ("M -f - a", ["a: unexpected"]), ("M --json", ["-L FILE", "an answer that is begun: .github/RECIPES.md"]),
+    ("M.bin N.bin", ["N.bin: unexpected", '"M.bin"']), ("M -f - a", ["a: unexpected"]), ("M --json", ["-L FILE", "export.py --form SCHEMA.json"]),
     ("M -qv", ["-qv: ", "each by itself"]), ("M --chat-template a", ["export.py has --chat-template FILE"]),
     ("M -ngl 99", ["-ngl: unknown option", "all runs on the CPU"]),
     *[(f"M {other} 1", [other, f"expected {here}"]) for here in OTHERS for other in OTHERS[here].split()],

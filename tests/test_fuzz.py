@@ -21,7 +21,7 @@ LONG = "FUZZ_SECONDS" in os.environ
 SECONDS = float(os.environ.get("FUZZ_SECONDS", 60))
 SEED = int(time.time()) if LONG else 1
 INPUTS = {"model": 100_000, "tokenizer": 40_000, "text": 30_000, "chat": 80_000, "session": 10_000,
-          "list": 400, "kept": 3000, "sample": 400_000, "writer": 400_000}
+          "list": 400, "kept": 3000, "sample": 400_000, "writer": 400_000, "form": 20_000}
 
 
 # -- qwen3.c: tests/fuzz.c, with the sanitizers

@@ -133,6 +133,8 @@ def folder(tmp_path, tokenizer_json, monkeypatch):
         for gold in (0, 1, 2)))
     (tmp_path / "contract.txt").write_text("Once upon a time.\n")
     (tmp_path / "rules.txt").write_text("Your name is Max.\n")
+    (tmp_path / "app.po").write_text('msgid ""\nmsgstr ""\n\nmsgid "Open"\nmsgstr ""\n\nmsgid "%d files \\"found\\""\nmsgstr ""\n\n'
+                                     'msgid "No file %s"\nmsgstr ""\n')
     (tmp_path / "batch.jsonl").write_text("".join(
         json.dumps({"custom_id": name, "method": "POST", "url": "/v1/chat/completions", "body": {
             "model": "gpt", "max_tokens": 9, "messages": [{"role": "user", "content": "What is 3 + 4?"}]}}) + "\n"
@@ -152,8 +154,8 @@ def substituted(folder):
 
 
 def is_export(command):
-    """export.py runs in this process, which is faster; its -h does not need that."""
-    return "export.py " in command and not command.rstrip().endswith(" -h")
+    """export.py runs in this process, which is faster; its -h and --form do not need that."""
+    return "export.py " in command and "--form" not in command and not command.rstrip().endswith(" -h")
 
 
 def run_all(commands, folder):
@@ -331,7 +333,7 @@ def test_options_are_those_of_the_help():
     help_texts = call(QWEN3, "-h").stdout + export.__doc__
     for code in INLINE:
         if code.startswith("-"):
-            assert re.search(rf"^ +{code.split()[0]} ", help_texts, re.M), code
+            assert re.search(rf"^ +(python export.py )?{code.split()[0]} ", help_texts, re.M), code
 
 
 @pytest.mark.parametrize("path", READMES, ids=lambda path: path.parent.name)

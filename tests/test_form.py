@@ -1,0 +1,240 @@
+"""Forms (-g): whole answers match, what is drawn is the restricted distribution, the same bytes in any company."""
+import json
+import math
+import random
+import re
+import resource
+import subprocess
+
+import numpy as np
+import pytest
+from conftest import (QWEN3, ROOT, SANITIZED, alone, assert_error, build, change_sections, copy_model, environment,
+                      join_lines, output, outputs, qwen3, run_json, run_list, spawn, write_list)
+from test_templates import CHATML as THINKS
+from test_sampling import RANKED, assert_distribution
+
+PIECES = ["a", "b", "xyz", r"\d", r"\w", r"\s", ".", "[abc]", "[^abc]", "[a-f0-9]", r"\.", "é", "[à-ÿ]", r"[^\w]", r"\u0041", r"\x42",
+          r"[\]\-]", "[]ab]", "[^]a]", "日", "[一-龥]", r"\D", r"\S", r"\W", r"[^\s,]", r"\n", "😀", "[😀-😎]", " ", r"[\x00-\x1f\u00a0-\uffef]", r"[\s\S]",
+          "[^a-zé]", r"\t|\r", r"[+-.]", r"[.\\/$]", r"\ ", "-", ",", "~"]
+TEXTS = ["Hello", "What is the capital of France?", "3 + 4 = ", "Tell me a story.", "My name is Ann.", "x"]
+FIELDS = (r'\{"name": "[^"\\\x00-\x1f]{1,12}", "age": \d{1,3}, "tags": \[("(red|green|blue sky)"(, "(red|green|blue sky)"){0,2})?\], '
+          r'"is it so": (true|false)\}')
+FORMS = [FIELDS, r"(?:[A-Z][a-z]{1,8}[ ,.]){3,12}", r"[\s\S]{5,200}", r"(one|two|three)( (one|two|three)){5,20}", r"[\s\S]*"]
+
+
+def random_form(r, depth=4):
+    kind = r.randrange(10) if depth else 0
+    if kind < 3:
+        return r.choice(PIECES)
+    if kind < 6:
+        return "".join(random_form(r, depth - 1) for _ in range(r.randint(1, 4)))
+    if kind < 8:
+        return r.choice(["(", "(?:"]) + "|".join(random_form(r, depth - 1) for _ in range(r.randint(1, 3))) + ")"
+    return f"(?:{random_form(r, depth - 1)})" + r.choice(["?", "*", "+", "{2}", "{1,3}", "{0,2}", "{2,}", "{0}"])
+
+
+def answers(model, form, texts, *args, **how):
+    lines, error = run_json(model, [{"text": text} for text in texts], "-q", "-g", form, *args, **how)
+    return [json.loads(line) for line in lines], error
+
+
+@pytest.mark.parametrize("seed", [1, *[pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 12)]])
+def test_whole_answers_match(tiny, seed):
+    r, whole = random.Random(seed), 0
+    for i in range(100):
+        form = random_form(r)
+        args = "-t", r.choice("012"), "-n", r.choice((30, 100)), "-s", i, "-k", r.choice((0, 20)), "-p", r.choice((1, 0.9)), "-e", r.choice((1, 1.1))
+        found, error = answers(tiny, form, TEXTS * 2, *args)
+        for row in found:
+            assert row["end"] in ("stop", "length"), row
+            if row["end"] == "stop":
+                assert re.fullmatch(form, row["answer"], re.ASCII), (form, args, row)
+                whole += 1
+        cut = sum(row["end"] == "length" for row in found)
+        assert error == (b"qwen3: answers: ended by -n: %d\n" % cut if cut else b""), form
+    assert whole > 700
+
+
+@pytest.mark.parametrize("form, options, t, letters", [
+    ("[acf]+", ("-k", 0, "-p", 1), 1, "acf"), ("[^e]*", ("-k", 0, "-p", 1), 2, "dcbaf"), ("[acdf]+", ("-k", 2, "-p", 1), 2, "dc"),
+    ("[acdf]+", ("-k", 0, "-p", 0.55), 2, "dc"), (r"(?:[a-c]|z\w)*", ("-k", 0, "-p", 1), 0.5, "bca")])
+def test_distribution(table_model, form, options, t, letters):
+    """It is that of the ids which the form allows: then come top-k and top-p."""
+    model = table_model({None: RANKED}, fill=-80, max_len=4096)
+    text = output(model, "-m", "generate", "-i", "x", "-n", 2000, "-s", 1, "-qq", "-t", t, *options, "-g", form).decode()
+    weights = {letter: math.exp(RANKED[letter] / t) for letter in letters}
+    assert_distribution({x: text.count(x) for x in set(text)}, {x: w / sum(weights.values()) for x, w in weights.items()})
+
+
+def test_first_ids(tiny, tmp_path):
+    """Each first text as often as the sum of p of the ids that spell it, of all that the form allows."""
+    plain, n, prompt = tmp_path / "list", 3000, "What is the capital of France?"
+    write_list(plain, [{"text": prompt}] * n)
+    free = [json.loads(line)["answer"] for line in output(tiny, "-L", plain, "-qq", "-t", 1.5, "-k", 0, "-p", 1, "-n", 1, "-s", 7).splitlines()]
+    form = r"[A-Z][a-z]*(?: [\s\S]*)?"
+    allowed = [text for text in free if re.fullmatch(form, text)]
+    found = [json.loads(line)["answer"] for line in
+             output(tiny, "-L", plain, "-qq", "-t", 1.5, "-k", 0, "-p", 1, "-n", 1, "-s", 9, "-g", form).splitlines()]
+    assert len(allowed) > n / 4 and all(re.fullmatch(form, text) for text in found)
+    for text in set(found) | set(allowed):
+        p, q = found.count(text) / n, allowed.count(text) / len(allowed)
+        assert abs(p - q) < 5 * math.sqrt((p * (1 - p)) / n + q * (1 - q) / len(allowed)) + 2 / n, (text, p, q)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("t", [0, 1])
+def test_same_bytes(tiny, form, t):
+    """Threads, batches, company, guesses, the definition"""
+    texts, run = TEXTS * 3, ("-t", t, "-s", 7, "-n", 80)
+    wanted, _ = answers(tiny, form, texts, *run)
+    for args in ("-j", 1), ("-b", 1), ("-b", 3, "-j", 2), ("-b", 40, "-j", 3):
+        assert answers(tiny, form, texts, *run, *args)[0] == wanted, args
+    for blocks in "20,1", "60,2":                       # random guesses, steps back
+        assert answers(tiny, form, texts, *run, blocks=blocks)[0] == wanted, blocks
+    for i, text in enumerate(TEXTS):
+        args = [tiny, "-qq", "-g", form, "-t", t, "-s", 7 + i, "-n", 80, "-i", text]
+        assert output(*args) == wanted[i]["answer"].encode() + b"\n"
+        plain = subprocess.run([ROOT / "qwen3-plain", *map(str, args)], capture_output=True, env=environment())
+        assert plain.stdout == wanted[i]["answer"].encode() + b"\n"
+
+
+def test_same_bytes_when_masks_are_forgotten(tiny):
+    """After 4,096: nearly every place of a text is a state of its own."""
+    form, run = r"(?:[\s\S]{1,40}[ae])*", ("-t", 2, "-s", 7, "-n", 120, "-k", 0)
+    rows, _ = answers(tiny, form, [f"{text} {i}" for i in range(14) for text in TEXTS], *run)
+    for i in (*range(0, 84, 9), 83):
+        text = output(tiny, "-qq", "-i", f"{TEXTS[i % 6]} {i // 6}", "-g", form, *run[:3], 7 + i, *run[4:])
+        assert text == rows[i]["answer"].encode() + b"\n" and len(text) > 100
+
+
+def test_guesses(chain, tokenizer):
+    """Where one way is left its ids are guessed. (-b 1 has no guesses.)"""
+    text = "x0123456789=;#&@!%abcdefghij"
+    tokens = tokenizer.encode(text).tokens
+    model = chain("Ċ", *tokens, max_len=500)
+    runs = [run_list(model, ["x"], "-g", f"[xy]{text[1:]}", "-t", 0, *args, blocks=1000) for args in ((), ("-b", 1))]
+    assert runs[0][0] == runs[1][0] == [json.dumps(text).encode()]
+    passes = [int(re.search(rb"(\d+) passes", error)[1]) for _, error in runs]
+    assert passes[0] < len(tokens) / 2 < len(tokens) < passes[1], (passes, len(tokens))
+
+
+@pytest.mark.parametrize("form, place, word", [
+    ("a(b", 4, "expected )"), ("a)", 2, "expected its end"), ("[z-a]", 2, "low to high"), ("a**", 3, "repeat"), ("a*?", 3, "lazy"),
+    ("a++", 3, "possessive"), ("(?=x)", 1, "group"), ("x(?!y)", 2, "group"), ("(?P<n>a)", 1, "group"), ("(?<=a)b", 1, "group"),
+    (r"a\q", 2, r"\uHHHH"), (r"(a)\1", 4, r"\uHHHH"), (r"\bno", 1, r"\uHHHH"), ("x{3,1}", 2, "low to high"), ("a{,3}", 3, "{2,3}"),
+    ("a{2", 4, "expected }"), ("\\", 2, "a character"), ("[a", 3, "a character"), ("*a", 1, "before this"),
+    ("a^b", 2, "before this"), ("a$b", 3, "its end"), (r"[\d-z]", 2, "low to high"), (r"\x4", 1, "hexadecimal"),
+    (r"ab\u12", 3, "hexadecimal"), (r"\ud83d\ude00", 1, "half"), (r"[^\s\S]", 8, "characters"), ("é{", 4, "{2,3}"), (b"a\xff", 2, "a character"),
+    ("(" * 101 + ")" * 101, 101, "100 groups")])
+def test_errors_name_their_place(tiny, form, place, word):
+    assert_error(qwen3(tiny, "-i", "x", "-g", form), 2, f"-g: bad expression at byte {place}, expected", word, ", found ")
+
+
+def test_usage_errors(tiny):
+    assert_error(qwen3(tiny, "-i", "x", "-g", ""), 2, "-g", "expected")
+    for form in "(a{1000}){10000}", "a{99999999999999999999}":
+        assert_error(qwen3(tiny, "-i", "x", "-g", form), 2, "-g", "too long", "lower counts")
+    for args in (("-o", "a|b"), ("-x", ".")):
+        assert_error(qwen3(tiny, "-i", "x", "-g", "a", *args), 2, args[0], "-g")
+    for mode in "embed", "perplexity", "tokenize":
+        assert_error(qwen3(tiny, "-i", "x", "-g", "a", "-m", mode), 2, "-g", mode)
+    assert_error(qwen3(tiny, "-i", "x", "--json-schema", "a"), 2, "-g", "--form")
+
+
+@pytest.mark.skipif(SANITIZED, reason="needs more memory")
+@pytest.mark.parametrize("form", [
+    r"([\s\S]{0,50}[^a]{0,50}){200}", r"([\s\S]{0,20}[^a]{0,20}){40}", "(a?){500}a{500}", "((a?){30}){30}", r"(\w*\s*)*{0}"[:-3], r".*a.{20}",
+    r"([\s\S]*[a-z][\s\S]{0,300}){3}", "(((((a?)*)*)*)*)*b", "|" * 50_000, "(" * 99 + "a" + ")*" * 99, "(|){1000000}", "(a|){100000}",
+    "[" + "".join(map(chr, range(0x100, 0x4000, 2))) + "]{3,900}", "(" + "|".join(f"w{i}" for i in range(9000)) + ")*"],
+    ids=lambda form: form[:20])
+def test_bounds(tiny, form):
+    """It answers soon in little memory, or is refused."""
+    def limit():
+        resource.setrlimit(resource.RLIMIT_CPU, (20, 20))
+        resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
+    found = subprocess.run([QWEN3, tiny, "-qq", "-i", "Hello", "-t", "2", "-n", "20", "-s", "1", "-j", "2", "-g", form], capture_output=True,
+                           env=environment(), preexec_fn=limit)
+    assert found.returncode == 0 or b"-g: too " in found.stderr, found
+
+
+def test_ends(tiny):
+    """COMPLETE at once where only the end is left, also at -n; by a stop id only where the form may end."""
+    rows, _ = answers(tiny, "a{3}", ["x"], "-n", 3)
+    assert rows == [{"answer": "aaa", "end": "stop"}]
+    assert answers(tiny, "()|a{0}", TEXTS)[0] == [{"answer": "", "end": "stop"}] * len(TEXTS)
+    result = qwen3(tiny, "-q", "-i", "x", "-g", "[a-f]{30}", "-n", 4)
+    assert result.returncode == 0 and result.stderr == b"qwen3: answer: ended by -n after 4 tokens\n"
+    assert qwen3(tiny, "-qq", "-i", "x", "-g", "[a-f]{30}", "-n", 4).stderr == b""
+    rows, _ = answers(tiny, "(ab)*", ["x"], "-c", 40)
+    assert rows[0]["end"] in ("context", "stop", "loop")
+
+
+def test_thinking_is_free(table_model, tokenizer):
+    """Closed by the model or a budget; then come the ids that the template has there, and the form begins."""
+    two = tokenizer.encode("\n\n").ids[-1]
+    model = table_model({"Ċ": {"<think>": 12.7}, "<think>": {"a": 12.7}, "a": {"b": 12.7}, "b": {"</think>": 12.7}, two: {"<think>": 12.7, "d": 9},
+                         None: {"c": 12.7}}, max_len=1000, template=THINKS)
+    for form, budget, answer in ((r"\n\n[x-z]{3}", 9, r"\n\n[x-z]{3}\n"), ("yes|no", 9, r"(yes|no)\n"), ("yes|no", 2, r"(yes|no)\n"),
+                                 ("[cd]{3}", 9, "dcc\n"), ("(?:[cd]{3}){2}", 2, "dccccc\n"), ("(?:</?think>){1,3}", 9, "(</?think>){1,3}\n")):
+        args = (model, "-t", 0, "-n", 100, "-r", budget, "-g", form)
+        result = qwen3(*args, "-i", "x")
+        assert result.returncode == 0 and re.fullmatch(answer, result.stdout.decode()), (args, result)
+        assert b"<think>ab</think>" in result.stderr if budget > 2 else b"solution based on the thinking" in result.stderr, result
+        assert result.stderr.count(b"<think>") == 1
+        row, = answers(*args[:1], form, ["x"], *args[1:-2])[0]
+        assert row["end"] == "stop" and row["answer"].encode() + b"\n" == result.stdout
+        plain = subprocess.run([ROOT / "qwen3-plain", *map(str, args), "-i", "x", "-q"], capture_output=True, env=environment())
+        assert plain.stdout == result.stdout
+
+
+def test_chats_and_begun_answers(tiny):
+    script = output(tiny, "-m", "chat", "-q", "-g", r"[A-Z][a-z]{2,9}\.", "-s", 3, stdin=b"Hello\nWho are you?\nWhy?\n").decode()
+    assert re.fullmatch(r"([A-Z][a-z]{2,9}\.\n){3}", script), script
+    child = spawn(tiny, "-g", "(?:yes|no) [a-z]{4}")
+    for question in "Is it so?", "And this?":
+        child.expect("> ")
+        child.send(question + "\n")
+        child.expect("(?:yes|no) [a-z]{4}\r\n")
+    child.sendeof()
+    child.expect("> ")
+    begun = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": '{"n": '}]
+    line, = run_json(tiny, [begun], "-q", "-g", r"\d{2}\}")[0]
+    assert re.fullmatch(rb'"\d{2}\}"', line)
+
+
+def test_vocabulary(tiny, tmp_path):
+    """No id that is SPECIAL, or ends answers; a byte without a token of its own could be a dead end."""
+    for seed in range(5):
+        answer = output(tiny, "-qq", "-i", "x", "-g", r"[<|>a-z_]{200}", "-t", 9, "-k", 0, "-p", 1, "-s", seed)
+        assert re.fullmatch(rb"[<|>a-z_]{200}\n", answer), answer
+    halves = output(tiny, "-qq", "-i", "x", "-g", r"[\ud700-\ue0ff]{60}", "-t", 9, "-k", 0, "-p", 1).decode()
+    assert len(halves) == 61 and "\ufffd" not in halves
+    model = copy_model(tiny, tmp_path)
+    found = int(output(model, "-m", "tokenize", "-q", "-i", "z"))
+    change_sections(model, lambda sections: sections.update({b"stop": found.to_bytes(4, "little")}))
+    assert_error(qwen3(model, "-i", "x", "-g", "z"), 1, "-g: ", "0x7a")
+
+
+def test_damaged(table_model, tokenizer, tmp_path):
+    """What is not finite ends an answer, also where it is hidden."""
+    model = copy_model(table_model({None: {"a": 5}}, max_len=100), tmp_path)
+    whole = model.read_bytes()
+    scale = outputs(whole)["lm_head.weight"].scales + tokenizer.token_to_id("b") * 4
+    for bad in np.nan, np.inf, -np.inf:
+        model.write_bytes(whole[:scale] + np.array(bad, "<f4").tobytes() + whole[scale + 4:])
+        for form in "a+", "b+":
+            assert_error(qwen3(model, "-qq", "-i", "x", "-g", form, "-n", 4), 1, "not finite")
+
+
+def test_going_on(tiny, tmp_path):
+    """-w: the form is a part of the run"""
+    texts, out = tmp_path / "list", tmp_path / "out"
+    write_list(texts, [{"text": text} for text in TEXTS * 5])
+    run = (tiny, "-L", texts, "-q", "-n", 20, "-w", out, "-g")
+    output(*run, "[a-z ]{5,30}")
+    whole = out.read_bytes()
+    out.write_bytes(whole[:len(whole) // 2])
+    output(*run, "[a-z ]{5,30}")
+    assert out.read_bytes() == whole
+    out.write_bytes(whole[:len(whole) // 2])
+    assert_error(qwen3(*run, "[A-Z]{5,30}"), 1, "another run's")
