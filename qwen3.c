@@ -3518,8 +3518,8 @@ static void draft_texts(Engine *e) {
 // ------------------------------------------------------------------------------------------------
 // A pass: the ids that have not run, of all texts, as many as fit
 
-// With -K, returns true 64, 512, 4,096, ... ids (and less than a block) before the end of what others
-// may share: of a prompt that runs alone, or else up to the first mark.
+// With -K, returns true 64, 512, 4,096, ... ids, and less than a block, before the end of a prompt
+// that runs alone, or before the first mark of another.
 static bool is_step(const Engine *e, const Text *t, size_t n) {
     const size_t end = e->n_texts == 1 ? t->n_prompt : t->slot->marks[0];
     size_t len = e->pass->block_len, step = 64;
@@ -3761,18 +3761,18 @@ static uint64_t move_part(Filed *f, void *part, size_t size, size_t at) {
     return moved && there == hash ? hash : 0;
 }
 
-// Reads or writes block i, or the state after all blocks and i states.
+// Reads or writes part i of the blocks and states that are not left out.
 static void move_data(Filed *f, int i) {
     const Pass *p = f->e->pass;
     const size_t floats = block_size(&p->m->config), hash = sizeof(f->hash);
     const size_t block = floats * sizeof(float), state = state_size(&p->m->config) * sizeof(float);
-    const int n_blocks = f->blocks.n, number = i < n_blocks ? i : i - n_blocks;
-    const size_t blocks_at = IDS_AT + f->ids.n * sizeof(int) + hash;
-    const size_t states_at = blocks_at + count_blocks(f->e, f->ids.n) * (block + hash);
-    if (i < n_blocks ? !move_part(f, p->cache + f->blocks.p[i] * floats, block,
-                                  blocks_at + number * (block + hash))
-                     : !move_part(f, f->states[number], state, states_at + number * (state + hash)))
-        f->failed = true;
+    const size_t at = IDS_AT + f->ids.n * sizeof(int) + hash;  // block 0; then state 0
+    const size_t states_at = at + count_blocks(f->e, f->ids.n) * (block + hash);
+    const int j = i - f->blocks.n;  // a state's number, or below 0
+    const bool good = j < 0
+        ? move_part(f, p->cache + f->blocks.p[i] * floats, block, at + i * (block + hash))
+        : move_part(f, f->states[j], state, states_at + j * (state + hash));
+    if (!good) f->failed = true;
 }
 
 static void read_data(void *arg) {
@@ -3780,8 +3780,8 @@ static void read_data(void *arg) {
     EACH (i, f->blocks.n + f->n_states, 1) move_data(arg, i);
 }
 
-// Reads or writes what follows Head. Returns false if it fails. (It may be the end of the program
-// in the middle of a loop over threads that writes: so that is no such loop.)
+// Reads or writes what follows Head. Returns false if it fails. (Writing has no loop over threads,
+// because the program may end in the middle of one.)
 static bool move_rest(Filed *f) {
     f->hash = move_part(f, f->ids.p, f->ids.n * sizeof(int), IDS_AT);
     f->failed = f->hash == 0;

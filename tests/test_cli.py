@@ -78,7 +78,7 @@ def test_good_value(small, option, value):
 
 ONCE = [
     "-i a", "-f -", "-l -", "-L -", "-w a", "-o a|b", "-g a", "-m chat", "-y a", "-r 0", "-t 0", "-p 1", "-k 1", "-a 1", "-e 1",
-    "-x a", "-s 1", "-n 1", "-c 0", "-C 8", "-b 1", "-j 1", "-q", "-v"]
+    "-x a", "-s 1", "-n 1", "-c 0", "-C 8", "-K a", "-b 1", "-j 1", "-q", "-v"]
 
 
 @pytest.mark.parametrize("args", ONCE)
@@ -121,6 +121,7 @@ def test_no_option_is_forgotten(tiny):
 OTHERS = {  # other programs' options, and what is here
     "-t": "--temp --temperature --temp=1 -temp", "-p": "--top-p --top_p", "-k": "--top-k --top_k=3",
     "-s": "--seed", "-i": "--prompt", "-j": "--threads", "-c": "--ctx-size --num_ctx", "-C": "--cache-type-k --kv_cache_dtype=fp8",
+    "-K": "--prompt-cache",
     "-n": "--n-predict --max-tokens --max_tokens", "-y": "--system -sys", "-e": "--repeat_penalty",
     "-x": "--stop", "-r 1": "--think --enable_thinking", "-r 0": "--no-think", "-v": "--verbose",
     "-q": "--quiet", "-g EXPRESSION": "--json --grammar --json-schema --format", "-g": "--regex",
@@ -132,7 +133,7 @@ OTHERS = {  # other programs' options, and what is here
     *[(command, []) for command in (
         "", "-i hi", "-i", "'' -i hi", "M -x", "M -e", "M --frobnicate", "M -i", "M -t",
         "M extra.bin", "M -i hi extra", "M -", "M --help-me", "M -qx", "M -x ''", "M -f ''", "M -q -v",
-        "M -s -9223372036854775809", "M -l a -L b", "M -l a -f b", "M -L a -f -", "M -l a -v",
+        "M -s -9223372036854775809", "M -l a -L b", "M -l a -f b", "M -L a -f -", "M -l a -v", "M -K -",
         "M -L a -v", "M -l", "M -L", "M -l ''", "M -L ''", "M -w x", "M -w x -i a", "M -l a -w -",
         "M -l a -w ''", "M -l a -w", "M -i a -o yes", "M -i a -o 'yes|'", "M -i a -o 'yes|yes'",
         "M -i a -o 'caf\udce9|no'", "M -i a -o 'yes|no' -m embed", "M -i a -o 'yes|no' -m tokenize",
