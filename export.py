@@ -55,7 +55,7 @@ import os
 import signal
 import sys
 
-VERSION = "7.0"  # qwen3.c's, too
+VERSION = "8.0"  # qwen3.c's, too
 if os.name == "nt":
     sys.exit("export.py: Windows: not supported, expected Linux, macOS or WSL, found Windows")
 

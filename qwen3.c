@@ -102,7 +102,7 @@
 #error "qwen3.c needs a 64-bit little-endian machine: models are mapped as they are"
 #endif
 
-#define VERSION "7.0"
+#define VERSION "8.0"
 #define _GNU_SOURCE
 #define _FILE_OFFSET_BITS 64
 #include <float.h>
