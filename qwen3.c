@@ -1444,7 +1444,7 @@ static atomic_flag dying = ATOMIC_FLAG_INIT;  // one thread reports, others wait
 
 static void die_memory(const char *what, double size) {
     while (atomic_flag_test_and_set(&dying)) {}
-    die("memory: not enough for %s, expected %.0f MB", what, ceil(size / 1e6));
+    die("memory: not enough for %s, expected %.0f MB", what, fmax(size / 1e6, 1));
 }
 
 // Returns `count` zeroed elements, aligned to 64 bytes, for good. Untouched pages take no memory.
