@@ -3443,8 +3443,7 @@ static int guess_byte(Form *f, int state, Bytes text) {
     if (f->states[state].n > 8 || f->states[state].may_end) return -1;
     for (int byte = 0; byte < 256; byte++) {
         if (next_state(f, state, byte) == LEFT) continue;
-        only = byte;
-        n++;
+        only = byte, n++;
         others += !isspace(byte);
     }
     if (n == 1) return only;
