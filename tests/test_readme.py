@@ -363,7 +363,7 @@ def test_places_to_change_are_there():
     places = [row.split("|")[2] for row in table.splitlines() if row.startswith("| ")][1:]
     sources = "".join((ROOT / file).read_text() for file in ("qwen3.c", "export.py", "tests/test.c"))
     for code in inline_code(" ".join(places)):
-        defined = rf"^(?:(?:static|INLINE) .*\b\w*{code}[(\[]|struct {code} |}} {code};|def {code}\(|class {code}\(|{code} = )"
+        defined = rf"^(?:(?:static|INLINE) .*\b\w*{code}[(\[]|struct {code} |}} {code};|def {code}\(|class {code}\(|{code} = |#define {code}\b)"
         assert "." in code or re.search(defined, sources, re.M), code
 
 
