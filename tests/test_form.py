@@ -8,8 +8,8 @@ import subprocess
 
 import numpy as np
 import pytest
-from conftest import (QWEN3, ROOT, SANITIZED, alone, assert_error, build, change_sections, copy_model, environment,
-                      join_lines, output, outputs, qwen3, run_json, run_list, spawn, write_list)
+from conftest import (QWEN3, ROOT, SANITIZED, assert_error, change_sections, copy_model, environment, output,
+                      outputs, qwen3, run_json, run_list, spawn, write_list)
 from test_templates import CHATML as THINKS
 from test_sampling import RANKED, assert_distribution
 
