@@ -51,7 +51,7 @@ def test_whole_answers_match(tiny, seed):
                 assert re.fullmatch(form, row["answer"], re.ASCII), (form, args, row)
                 whole += 1
         cut = sum(row["end"] == "length" for row in found)
-        assert error == (b"qwen3: answers: ended by -n: %d\n" % cut if cut else b""), form
+        assert error == (b"qwen3: answers: of %d ended by -n: %d\n" % (len(found), cut) if cut else b""), form
     assert whole > 700
 
 
