@@ -239,7 +239,6 @@ static size_t guess_any(struct Engine *e, const struct Text *t, int count, size_
 #undef realloc
 #undef free
 #undef open
-#undef close
 #undef read
 #undef ioctl
 #undef poll
