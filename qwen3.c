@@ -1892,7 +1892,6 @@ static void take_chat(Cursor *in, ChatFormat *f) {
                       &f->open[USER], &f->close[USER], &f->open[ASSISTANT], &f->close[ASSISTANT],
                       &f->answer_open[0], &f->answer_open[1], &f->strip, &f->trim};
     for (size_t i = 0; i < sizeof(texts) / sizeof(*texts); i++) *texts[i] = take_text(in);
-    f->no_system[1] = f->no_system[0];
     if (f->strip.n > MOST_STRIP)
         die_bad(in, in->part, "strip of at most %d bytes, found %zu", MOST_STRIP, f->strip.n);
 }
@@ -2096,6 +2095,7 @@ static void tokenizer_load(Tokenizer *tok, const char *file, int vocab_size) {
     const int eos = take_number(&in, "eos id", false, 0, vocab_size - 1);
     take_tokens(&in, tok);
     if (in.rest.n) take_extension(&in, tok);
+    if (!tok->chat.no_system[1].p) tok->chat.no_system[1] = tok->chat.no_system[0];
     tables->has_classes = tables->chars['a'] & CLASS_MASK;  // else they are guessed here
     for (uint32_t c = 0; c < BAD_BYTE && !tables->has_classes; c++)
         tables->chars[c] |= c >= 128 || isalpha(c) ? LETTER : isspace(c) ? SPACE
@@ -5721,7 +5721,8 @@ static bool admit_lines(List *l) {
             break;
         next_line(&l->in, &line, l->e->n_texts == 0);
         if (line.n == 0 || bytes_are(line, "\x1A")) break;  // the end (DOS's, too), or a pause
-        if (l->e->options.out && !has_newline(line) && l->read >= l->in_file) {
+        const bool begun = l->tail.n && !has_newline(bytes_of(&l->tail));  // FILE has a part of it
+        if (l->e->options.out && !has_newline(line) && l->read >= l->in_file && !begun) {
             warn("%.600s: line %zu has no newline: half written? Left for the next run",
                  l->in.name, l->read + 1);
             break;
@@ -7219,14 +7220,14 @@ static wchar_t *wide(const char *path) {
 
 static HANDLE handle(int fd) { return (HANDLE)_get_osfhandle(fd); }
 
-static int move_file(const char *from, const char *to) {
+INLINE int move_file(const char *from, const char *to) {
     wchar_t old[4096];
     wcscpy(old, wide(from));
     errno = EACCES;
     return MoveFileExW(old, wide(to), MOVEFILE_REPLACE_EXISTING) ? 0 : -1;
 }
 
-static ssize_t pread(int fd, void *p, size_t n, uint64_t at) {
+INLINE ssize_t pread(int fd, void *p, size_t n, uint64_t at) {
     OVERLAPPED place = {.Offset = (DWORD)at, .OffsetHigh = (DWORD)(at >> 32)};
     DWORD done = 0;
     return ReadFile(handle(fd), p, (DWORD)n, &done, &place) ? (ssize_t)done : -1;

@@ -353,6 +353,8 @@ def test_a_list_that_grows(tiny, tmp_path, kind):
     assert out.read_bytes() == output(*run)
     path.write_bytes(whole[:-1])                    # an older version took it: it is the same
     assert qwen3(*run[:-1], "-q", "-w", out).stderr == b"" and out.read_bytes() == output(*run)
+    out.write_bytes(output(*run)[:-4])              # so does a FILE that ends within its result
+    assert qwen3(*run, "-w", out).stderr == b"" and out.read_bytes() == output(*run)
 
 
 def test_the_last_line_is_anothers(tiny, tmp_path):
