@@ -2299,8 +2299,8 @@ typedef struct {
 
 typedef struct {
     size_t steps, n;    // the n steps that wait: in Form.waiting, in order
-    int lacks;          // bytes of a character that has begun. It is one of low .. high, for which
-    int low, high;      // they wait; low > high: any, and they come after it
+    int lacks;          // bytes that a begun character lacks. It is one of low .. high, for which
+    int low, high;      // the steps wait. low > high: it may be any, and they wait for the next one
     uint16_t next[256]; // the state after each byte
     bool may_end;       // the last step of all is among them
     uint32_t *mask;     // (vocab_size) bits, or NULL: it is not made yet
@@ -2315,12 +2315,12 @@ typedef struct Form {
     FormState *states;
     size_t n_steps, steps_cap, n_states, states_cap;
     Keys ranges;        // of characters: low << 21 | high
-    uint16_t *table;    // (2 * MOST_STATES) a hash table of states, or UNKNOWN
+    uint16_t *table;    // (2 * MOST_STATES) a hash table of states' numbers (16 bits), or UNKNOWN
     Ids waiting;        // steps of all states
     Ids found, left;    // those of the state that is made, and those still to be looked at
     unsigned *seen, round;  // (n_steps) the round that found a step last
     struct Listed { int id; uint16_t n, common; } *tokens;  // that an answer may have, by bytes
-    Buffer rests;       // of each its n bytes, but the first, which it has in common with the last
+    Buffer rests;       // of each its bytes after those that it has in common with the one before
     int n_tokens, work; // work: steps and ranges that were looked at for a mask
     size_t size;        // of states and masks, in bytes
 } Form;
@@ -2353,7 +2353,7 @@ static int take_found(Form *f, int lacks, int low, int high) {
     if (n == 0) return LEFT;
     qsort(found->p, n, sizeof(int), compare_ints);
     for (size_t i = 0; i < n; i++) hash = (hash ^ found->p[i]) * 0x9E3779B97F4A7C15u;
-    uint32_t slot = hash >> 47;
+    size_t slot = (hash >> 32) % (2 * MOST_STATES);
     for (; f->table[slot]; slot = (slot + 1) % (2 * MOST_STATES)) {
         const FormState *s = &f->states[f->table[slot]];
         if (s->n == n && s->lacks == lacks && s->low == low && s->high == high &&
@@ -2369,8 +2369,8 @@ static int take_found(Form *f, int lacks, int low, int high) {
     return f->table[slot] = f->n_states++;
 }
 
-// Returns whether a step takes characters of low .. high. If it takes some, *whole becomes false.
-// If all or none: *from .. *to, in which these are, shrink to characters that it treats like these.
+// Returns whether a step takes a character of low .. high. If it does not take all of them, *whole
+// becomes false. *from .. *to, in which these are, shrinks to characters that it treats like these.
 static bool takes_any(Form *f, Step step, int low, int high, int *from, int *to, bool *whole) {
     for (int i = step.first; i < step.end; i++, f->work++) {
         const int first = low_of(f->ranges.p[i]), last = high_of(f->ranges.p[i]);
@@ -2384,7 +2384,8 @@ static bool takes_any(Form *f, Step step, int low, int high, int *from, int *to,
     return false;
 }
 
-// Returns the state after a byte. If it has to be made, other bytes that lead there get it, too.
+// Returns the state after a byte. If each step takes all or none of the characters low .. high that
+// may begin so, their rest is open (whole). Then other bytes that lead to this state get it, too.
 static int next_state(Form *f, int state, uint8_t byte) {
     if (f->states[state].next[byte] != UNKNOWN) return f->states[state].next[byte];
     static const int least[] = {0, 0x80, 0x800, 0x10000, LAST_CHAR + 1};  // of 1 to 4 bytes
@@ -2566,7 +2567,7 @@ static void add_chars(Expression *x, Keys *set, bool others) {
     Keys *all = &x->form->ranges;
     const int first = (int)all->n;
     if (!others) invert_set(set);
-    invert_set(set);  // now in order
+    invert_set(set);  // now in order: takes_any needs that
     form_need(x, x->at, set->n > 0, "a set before this that has characters");
     for (size_t i = 0; i < set->n; i++) add_range(all, low_of(set->p[i]), high_of(set->p[i]));
     add_step(x->form, (Step){CHARS, 0, first, (int)all->n});
@@ -2912,7 +2913,7 @@ static Options parse_options(int argc, char **argv) {
 //   | first come ...     last come |        |
 
 enum { MOST_TEXTS = 32, MOST_GUESSED = 6 };  // that run together; that have guesses in a pass
-enum { KEPT_STEPS = 10, MOST_KEPTS = MOST_TEXTS + 4 + KEPT_STEPS };  // that -K adds; of all
+enum { KEPT_STEPS = 10, MOST_KEPTS = MOST_TEXTS + 4 + KEPT_STEPS };  // of -K; see count_kepts
 enum { ANY_STOP = -1 };                // a given answer's last id: any stop id. It never runs.
 enum { THINKS = -2, FIRST_IDS = -1 };  // Slot.choice: it thinks; then the TEXTs' first ids come
 enum { BY_BUDGET = GOES_ON, NOT_CLOSED = FAILED + 1 };  // Slot.closed_by is an Ending, or these
@@ -2922,7 +2923,7 @@ typedef struct Choice {  // a given answer
     size_t n_tokens;   // that it adds to the prompt
     Ids ids;           // the prompt's last ids (Choices.before), then these tokens, then ANY_STOP
                        // if another given answer begins with them
-    bool same_ids, same_text;  // as an earlier one of its row
+    bool same_ids, same_text;  // as another one of its row, which has the probability of both
     size_t n_chosen;   // of a list's texts: those that most likely get it
 } Choice;
 
@@ -2950,7 +2951,8 @@ typedef struct Kept {  // what is kept of a text that ended, or can't begin yet,
 typedef struct Slot {  // what Part II has of a text, beside Text
     const struct Engine *engine;
     struct {           // memory of the place, which the next text there uses again
-        Ids all;       // the prompt, with room for context + 1 ids: Text.ids, a part, never moves
+        Ids all;       // the prompt, with room for context + 1 ids: Text.ids lies in it, and may
+                       // not need more
         Buffer out;    // the answer of a text in a list, or an embedding
         Choices choices;  // the given answers: with -o @NAME its own, else those of all texts
         double *nll;   // (choices.n) -log of their probabilities
@@ -2966,10 +2968,10 @@ typedef struct Slot {  // what Part II has of a text, beside Text
     bool thinking;     // its ids end inside <think>
     int thought;       // tokens of thinking that were drawn
     size_t watched;    // repeats count from this id on: at first n_prompt; with -n never (INT_MAX)
-    int repeats;       // how much it repeats itself: see repeats_itself
+    int repeats;       // how much it repeats itself: see watch_repeats
     int closed_by;     // the Ending that closed its thinking, BY_BUDGET (-r N), or NOT_CLOSED
-    int form;          // with -g: the state after its ids, once they are the answer's,
-    size_t form_start; // and after which of them it was FORM_START last
+    int form;          // with -g: the state after the answer's ids so far, and how many ids it
+    size_t form_start; // had when the form began: from there the state can be made again
     int choice;        // with -o: what it waits for, THINKS, FIRST_IDS, or a given answer's score
     int n_begun;       // given answers that were scored, or are
     struct Slot *asker;  // whose given answers it scores: its own, or another's (see add_helpers)
@@ -3029,7 +3031,8 @@ typedef struct Engine {  // the program's state
 
 static bool chooses(const Engine *e) { return e->kind >= CHOICES; }  // among given answers (-o)
 
-// Returns how many Kepts there are: one for each text that ends, and those at marks.
+// Returns how many Kepts there are: one for each text that ends, and those at marks. (-K adds
+// KEPT_STEPS with states, and the context stays as it is without.)
 static int count_kepts(int texts, bool list) { return texts + (texts > 1 ? 4 : list ? 2 : 1); }
 
 // Returns how many states of delta layers there are: of texts, of Kepts, and those to go back to.
@@ -3097,7 +3100,7 @@ static Text *add_text(Engine *e, const Ids *prompt, uint64_t rng, bool goes_on) 
     t->sampler.rng = rng;
     writer_thinks(t->writer, slot->thinking);
     // From the generation prompt on, the next turn differs. It is taken to begin with the last
-    // SPECIAL token. (A list's text may be alone because its lines are written turn by turn.)
+    // SPECIAL token. (A list's text that is alone may be a turn, too, of another program's chat.)
     size_t *mark = &slot->marks[1];
     if (e->mode == CHAT && (chooses(e) || e->n_texts == 1)) *mark = n - 1;
     while (*mark > 0 && !(e->tokenizer.kind[prompt->p[*mark]] & SPECIAL)) --*mark;
@@ -3181,7 +3184,7 @@ static bool run_pass(Engine *e) {
 //
 // The invariant: a row is written only into a block with one user, and what counts as run (n_run;
 // guesses do not) is never written again. So whoever shares a block finds in it what ran there. The
-// contract: where a text starts, or goes back, at most n ids count as run. The others run again.
+// contract of begin_text and go_back: at most the ids asked for count as run. Others run again.
 //
 // A state of delta layers can't be cut: it is taken whole, or not at all. So a Kept is also made at
 // marks, where texts will go on: where texts of a list part, before a chat's generation prompt
@@ -3245,9 +3248,9 @@ static void use_kept(Engine *e, Kept *kept) {
     e->kept[0] = used;
 }
 
-// With -K, makes the state that is missed least the last Kept, whose place the next one takes: one
-// with which the text does not begin, or else the one for which a text that parts after it would
-// have to run the fewest more ids, by their ratio to those that it runs now.
+// With -K, puts the Kept that is missed least last, where the next one is made: one that is empty,
+// or not the text's beginning, else the one without which a run up to the text's end becomes longer
+// by the smallest factor. (64 is the smallest step: so short runs count for little.)
 static void thin_out(Engine *e, const Text *t) {
     Kept *const last = &e->kept[e->n_kept - 1], *least = last;
     double lowest = INFINITY;
@@ -3282,8 +3285,9 @@ static void keep_text(Engine *e, Text *t) {
     if (!has_state(e) || e->most_texts == 1) use_kept(e, last);
 }
 
-// Adds n unused blocks, which Kepts may lose; with `spare` and states none with which a text that
-// runs begins: it may go back to this. False, adding none, if fewer than `spare` would stay unused.
+// Adds n unused blocks. Kepts may lose theirs for it, but with `spare` and states none to which a
+// text that runs may go back. Returns false if fewer than `spare` would stay unused: then none are
+// added, but Kepts have lost theirs.
 static bool add_unused(Engine *e, Blocks *blocks, int n, int spare) {
     for (int i = e->n_kept - 1; i >= 0 && e->n_unused < n + spare; i--) {
         Kept *kept = &e->kept[i];
@@ -3310,8 +3314,8 @@ static bool take_blocks(Engine *e, Text *t, int more, int spare) {
     return add_unused(e, blocks, count_blocks(e, n) - blocks->n, spare);
 }
 
-// Gives `blocks`, which are none, what ran of n ids: whole ones are shared, the cut one is copied.
-// Returns false if there is none for it.
+// Fills `blocks`, empty so far, with n positions of `from`: whole ones are shared, the cut one is
+// copied. Returns false if no block is unused for the copy.
 static bool share_blocks(Engine *e, Blocks *blocks, Blocks from, size_t n) {
     const int whole = (int)(n / e->pass->block_len);
     while (blocks->n < whole) add_block(e, blocks, from.p[blocks->n]);
@@ -3323,7 +3327,8 @@ static bool share_blocks(Engine *e, Blocks *blocks, Blocks from, size_t n) {
 }
 
 // Finds what a text can take the most ids from: a Kept, and this counts as its use, or a text that
-// runs. The result's n is the number of these ids: with a state, all that ran into it, or none.
+// runs. The result's n is the number of these ids: with a state, all that ran into it, or none. The
+// rest is still the Kept's or that text's own: it is good until something is kept.
 static Kept find_beginning(Engine *e, const Text *t) {
     Kept best = {0};
     int from = -1;
@@ -3364,8 +3369,8 @@ static bool begin_text(Engine *e, Text *t, Kept from, int spare) {
     return true;
 }
 
-// Marks where the first other text parts from one that starts, a block or more after the n ids that
-// it takes. (Before it takes blocks, because Kepts may lose theirs.)
+// Marks the first place where a text that starts parts from another text or a Kept, a block or more
+// after the n ids that it takes. (Before it takes blocks, because Kepts may lose theirs.)
 static void set_mark(Engine *e, const Text *t, size_t n) {
     const size_t least = n + e->pass->block_len;
     size_t *mark = &t->slot->marks[0];
@@ -3454,8 +3459,8 @@ static int guess_byte(Form *f, int state, Bytes text) {
     return -1;
 }
 
-// Guesses up to `most` ids after a text, where its form leaves one way. Returns how many: not one,
-// which the model often joins with what comes then.
+// Guesses up to `most` ids after a text, where its form leaves one way. Returns how many: not one
+// that is all there is to guess, because the model often joins it with what comes then.
 static int guess_form(const Engine *e, Text *t, int most) {
     const Tokenizer *tok = &e->tokenizer;
     const size_t n = t->ids.n;
@@ -3517,8 +3522,8 @@ static void draft_texts(Engine *e) {
 // ------------------------------------------------------------------------------------------------
 // A pass: the ids that have not run, of all texts, as many as fit
 
-// With -K, returns true 64, 512, 4,096, ... ids, and less than a block, before the end of a prompt
-// that runs alone, or before the first mark of another.
+// With -K, returns true where a block ends 64, 512, 4,096, ... ids (up to a block more) before the
+// end of a prompt that is alone, or before marks[0] where several texts run or wait.
 static bool is_step(const Engine *e, const Text *t, size_t n) {
     const size_t end = e->n_texts == 1 ? t->n_prompt : t->slot->marks[0];
     size_t len = e->pass->block_len, step = 64;
@@ -3680,19 +3685,19 @@ static bool run_pass(Engine *e) {
 // ------------------------------------------------------------------------------------------------
 // A file of what is kept (-K FILE), for later runs whose prompts begin alike. When a run begins,
 // FILE becomes Kepts. When it ends, FILE gets the Kept of one text and those with which this text
-// begins: of a prompt or a chat the text that ran last, of a list what its texts took last. Only
-// the time depends on FILE, because a row's results are the same in all runs.
+// begins: the text that ran last, of a list with states what its texts took last. Only the time
+// depends on FILE, because a row's results are the same in all runs.
 //
 // A state can't be cut, and nobody knows where the next prompt will differ. So is_step makes Kepts
-// from which that one runs at most 64 ids, or eight times what differs; where it does differ from
-// FILE's text, set_mark makes one more, for the prompt after it. FILE has
+// from which that one runs at most 64 ids or eight times what differs, and a block. Where it does
+// differ from FILE's text, set_mark makes one more, for the prompt after it. FILE has
 //
 //   Head             which Kepts there are, and what the bits of all else depend on
 //   int ids[n]       of the text
 //   float block[]    for each block of n positions: see The KV cache
 //   float state[]    with states for each Kept, the shortest first
 //
-// and after each of these parts its hash (u64). No part is used before its hash was right.
+// and after each of these parts its hash (u64). No data are used before their hash was right.
 
 enum { OF_MODEL, OF_BUILD, OF_LIBM, OF_BITS, N_ORIGINS };
 static const char *const origins[] = {"model", "version or CPU", "C library", "-C"};
@@ -3715,13 +3720,13 @@ typedef struct {  // FILE, while it is read or written
     Ids ids;
     uint64_t hash;              // of Head, then of Head and ids: the next part's begins with it
     Blocks blocks;              // the first blocks and states: where they are here. The others are
-    float *states[MOST_KEPTS];  // left out, because the context is smaller than it was
+    float *states[MOST_KEPTS];  // left out: the context is smaller, or Kepts are fewer
     int n_states;
     _Atomic bool failed;        // to read or write these
 } Filed;
 
 // Returns a Head with all on which the bits of n ids' data depend. Of the model's file, the first
-// 16 MB count and, if its header has no hash of the weights (older files), some 2,000 later places.
+// 16 MB count and, if its header has no hash of the weights (older files), some 4,000 later places.
 // C libraries may differ in few roundings: so all angles of the n positions count, and log1pf.
 static Head make_head(const Engine *e, size_t n) {
     Head head = {.magic = MAGIC, .origin = {[OF_BITS] = e->options.cache_bits}, .again = MAGIC};

@@ -319,7 +319,7 @@ static double run_texts(int unused) {
     static Engine engine, prepared;  // once, because states are large and are never given back
     (void)unused;
     const Options options = parse_options(9, (char *[]){"", "MODEL", "-l", list_path, "-m", "generate",
-                                                        "-s", "1", "-q"});
+                                                        "-s", "1", "-qq"});
     if (prepared.pass != pass) {
         engine = (Engine){.options = options, .model = m, .pass = pass, .tokenizer = words, .mode = GENERATE,
                           .most_texts = MOST_TEXTS};
@@ -387,7 +387,7 @@ static KeptRun run_kept(const char *path, char letter) {
     KeptRun r = {0};
     for (int i = 0; i < KEPT; i++) prompt[i] = 'a' + i * i / 7 % 26;
     for (int i = 0; i < QUESTION; i++) prompt[KEPT + i] = letter + i % 3;
-    const Options options = parse_options(9, (char *[]){"", "MODEL", "-m", "generate", "-n", "1", "-q", "-K", (char *)path});
+    const Options options = parse_options(9, (char *[]){"", "MODEL", "-m", "generate", "-n", "1", "-qq", "-K", (char *)path});
     engine = (Engine){.options = options, .model = m, .tokenizer = words, .mode = GENERATE, .most_texts = 1, .file = mapped,
                       .pass = pass_init(&m, options.batch, 1, 1)};
     engine.options.cache_bits = m.config.cache_bits;
@@ -424,8 +424,8 @@ static double copy_seconds(size_t n) {
 static void bench_kept(void) {
     char path[4096];
     const int context = m.context;
+    if (KEPT + QUESTION + 8 > m.config.max_seq_len || fclose(temporary_file(path)) != 0) return;
     m.context = KEPT + QUESTION + 8;
-    if (fclose(temporary_file(path)) != 0 || m.context > m.config.max_seq_len) return;
     const KeptRun first = run_kept(path, 'a'), second = run_kept(path, 'd'), third = run_kept(path, 'g');
     const double copied = copy_seconds(third.n);
     printf("%7d  -K -C %-2d              %9.2f s to the first token after %d; again with another end %.3f, %.3f s "

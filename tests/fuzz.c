@@ -1136,7 +1136,7 @@ static void run_input(const struct Target *target, const uint8_t *p, size_t n) {
     toy.context = 64;
     input = p;
     input_size = n;
-    quiet = true;
+    quiet = 2;
     interrupted = 0;
     n_written = reports = n_typed = terminals = pasting = 0;
     read_at_once = polls = must_succeed = 0;

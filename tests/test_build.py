@@ -182,7 +182,7 @@ def test_bench(model, tmp_path):
 @pytest.mark.slow
 def test_bench_help_and_refusals(tmp_path):
     (tmp_path / "x.bin").write_bytes(b"x" * 300)
-    for args, status, word in ((["-h"], 0, "usage: tests/bench [curve|texts|decode] MODEL.bin"),
+    for args, status, word in ((["-h"], 0, "usage: tests/bench [curve|texts|decode|kept] MODEL.bin"),
                                ([tmp_path / "x.bin"], 1, "magic"), (["9b"], 2, "no such shape"),
                                (["small", "5"], 2, "BITS"), (["small", "4", "48"], 2, "GROUP"),
                                (["small", "8", "0", "-1"], 2, "LAYERS")):
