@@ -168,8 +168,10 @@ class Part(NamedTuple):
             return form
         except FormError:
             raise
-        except Exception as error:  # whatever stands in a wrong place, or a recursion
-            self.need(False, type(error).__name__, f"a JSON Schema without recursion ({error})")
+        except RecursionError:
+            self.need(False, "contains itself", "what no expression lacks: an end")
+        except Exception as error:  # whatever stands in a wrong place
+            self.need(False, type(error).__name__, f"a JSON Schema ({error})")
 
     def find_cases(self) -> list[tuple[str, Part]]:
         """The alternatives of a schema's values: each a type or "value", and its part."""
@@ -277,6 +279,8 @@ class Part(NamedTuple):
         if "additionalProperties" in self.value:
             more = self.member("additionalProperties")
             more.need(more.value is False, "not supported", "false: no others are written")
+        for key, value, kind in (("properties", names, dict), ("required", required, list)):
+            self.need(type(value) is kind, f"wrong {key}", f"a {kind.__name__}")
         for i, name in enumerate(required):
             self.member("required", i).need(name in names, "missing", "one of properties")
         members = [f"{quote(json.dumps(name, ensure_ascii=False))}: ?"

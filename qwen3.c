@@ -2577,6 +2577,7 @@ static void add_chars(Expression *x, Keys *set, bool others) {
 static void add_set(Expression *x) {  // [...], whose [ is taken
     const bool others = take_sign(x, '^');
     Keys set = {0};
+    form_need(x, x->at, strncmp(x->at, "[:", 2), "[A-Za-z]: there are no named classes");
     do {
         const char *start = x->at;
         const int low = take_char(x, &set);
@@ -2662,7 +2663,7 @@ static Form *make_form(const char *text) {
     take_sign(&x, '^');
     add_ways(&x);
     take_sign(&x, '$');
-    form_need(&x, x.at, !*x.at, "its end");
+    form_need(&x, x.at, !*x.at, "its end (^ and $ stand at both ends of all, or \\ before them)");
     add_step(f, (Step){CHARS, 0, 0, 0});
     f->seen = alloc(f->n_steps, sizeof(*f->seen), "-g");
     f->table = alloc(2 * MOST_STATES, sizeof(*f->table), "-g");
