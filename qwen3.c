@@ -5378,7 +5378,7 @@ static void json_parts(Json *j, Json content, Buffer *text) {
 
 // Members that other programs obey. Here they have no effect: options hold for all texts.
 static const char *const unread[] = {
-    "tool_calls", "function_call", "images", "reasoning_content",  // messages' members, too
+    "tool_calls", "function_call", "images", "reasoning_content",  // these 4: a message's, too
     "tools", "functions", "tool_choice", "max_tokens", "max_completion_tokens", "stop", "n",
     "temperature", "top_p", "top_k", "min_p", "seed", "response_format", "logprobs", "top_logprobs",
     "presence_penalty", "frequency_penalty", "logit_bias", "enable_thinking", "reasoning_effort",
