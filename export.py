@@ -177,7 +177,7 @@ class Part(NamedTuple):
         """The alternatives of a schema's values: each a type or "value", and its part."""
         self.need(type(self.value) is dict, "no schema", "an object")
         choice = next((key for key in (*CHOICES, "type") if key in self.value), None)
-        self.need(choice, "any value", f"type or {' or '.join(CHOICES)}")
+        self.need(choice, "any value (an example?)", f"type or {' or '.join(CHOICES)}")
         chosen, types = self.member(choice), self.value.get("type", [])
         types = types if type(types) is list else [types]
         chosen.need({*types} <= {*LIMITS} and (types or choice != "type"), "no type",
@@ -412,7 +412,13 @@ def print_form(args: list[str]) -> None:
 
     try:
         text = sys.stdin.buffer.read() if args[1] == "-" else Path(args[1]).read_bytes()
-        schema = json.loads(text, object_pairs_hook=take)
+        try:
+            schema = json.loads(text, object_pairs_hook=take)
+        except json.JSONDecodeError as error:
+            raise FormError(f"no JSON Schema, expected JSON ({error})") from None
+        for inner in ("schema", "json_schema", "parameters"):
+            if type(schema) is dict and inner in schema and schema.get("type") != "object":
+                raise FormError(f"the schema stands in it: jq .{inner} FILE | export.py --form -")
         sys.stdout.buffer.write(Part("$", schema, schema).write().encode() + b"\n")
     except (OSError, ValueError, RecursionError, FormError) as error:
         line = f"export.py: {args[1]}: {getattr(error, 'strerror', 0) or error}"
@@ -2814,7 +2820,7 @@ def parse_arguments(args: list[str]) -> argparse.Namespace:
     for name, parse, expected in (
             ("--bits", {"8": 8, "4": 4}.get, "8 or 4"),
             ("--group-size", {str(n): n for n in GROUP_SIZES}.get, "32 or 64 or 128 or 256"),
-            ("--yarn", lambda x: 1 < float(x) <= 64 and float(x), "above 1, up to 64"),
+            ("--yarn", lambda x: 1 < float(x) <= 64 and float(x), "a factor above 1, up to 64"),
             ("--chat-template", Path, "a file")):
         parser.add_argument(name, type=partial(parse_value, parse, expected))
     parser.add_argument("--check", action="store_true")

@@ -2768,7 +2768,7 @@ static const Option options[] = {  // those with a value
     {'g', TEXT, PLACE(form), 1, INT_MAX, "a regular expression", " regex guided-regex "},
     {'t', REAL, PLACE(temperature), 0, 1000, NULL, " temp temperature "},
     {'p', REAL, PLACE(top_p), 1e-30, 1, "above 0 and up to 1 (a prompt goes with -i)", " top-p "},
-    {'k', INTEGER, PLACE(top_k), 0, INT_MAX, NULL, " top-k "},
+    {'k', INTEGER, PLACE(top_k), 0, INT_MAX, "0 (off) or more, a whole number", " top-k "},
     {'a', REAL, PLACE(presence), 0, 2, NULL, " presence-penalty "},
     {'e', REAL, PLACE(repetition), 0.01, 100, "0.01 to 100, where 1 is off",
      " repeat-penalty repetition-penalty "},
@@ -4506,18 +4506,24 @@ static void check_blanks(Engine *e) {
 static void check_options(Engine *e) {
     const Options *o = &e->options;
     if (draws_ids(e) && o->temperature > 2)
-        notice("-t: %g draws nearly at random, expected 2 or less", o->temperature);
+        notice("-t: %g draws nearly at random, expected 2 or less (-j: threads)", o->temperature);
+    if (draws_ids(e) && o->given['s'] && o->seed == ULLONG_MAX)
+        notice("-s: -1 is a seed as others are; without -s each run draws one");
     if (draws_ids(e) && o->repetition >= 0 && (o->repetition < 0.8f || o->repetition > 2))
         notice("-e: %g breaks the text, expected 1 (off) to 2, mostly 1.05 to 1.2", o->repetition);
     for (const Option *option = options; option < options + N_OPTIONS; option++) {
         const char letter = option->letter, *const place = (const char *)o + option->place;
-        const char *text = strchr("ixyo", letter) ? *(const char *const *)place : NULL;
+        const char *text = strchr("ixyog", letter) ? *(const char *const *)place : NULL;
         if (o->given[(uint8_t)letter] && strchr(modes[e->mode].idle, letter))
             notice("-%c: no effect with -m %s", letter, modes[e->mode].name);
-        if (text && strchr("iy", letter) && S_ISREG(file_mode(text + (*text == '@'))))
-            warn("-%c: the name of a file, taken as text; %s reads it", letter,
-                 letter == 'i' ? "-f" : "-y \"$(cat FILE)\"");
-        if (text && strstr(text, "\\n") && !strchr(text, '\n'))
+        if (text && strchr("iyg", letter) && S_ISREG(file_mode(text + (*text == '@'))))
+            warn("-%c: the name of a file, taken as text; %s reads it", letter, letter == 'i' ? "-f"
+                 : letter == 'y' ? "-y \"$(cat FILE)\"" : "-g \"$(cat FILE)\"");
+        if (text && letter == 'g' && (strstr(text, "\\|") || strstr(text, "\\(")))
+            warn("-g: \\( \\| \\) are these signs in the answer; ( | ) make groups and ways");
+        if (text && letter == 'g' && strstr(text, "::="))
+            warn("-g: a grammar (::=), taken as text; expected a regular expression, yes|no");
+        if (text && letter != 'g' && strstr(text, "\\n") && !strchr(text, '\n'))
             warn_once(e->gave_escape, "-%c: \\n is no newline here, $'...' makes newlines", letter);
     }
 }

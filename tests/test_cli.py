@@ -420,7 +420,10 @@ NOTICES = [  # mode, options, the notice or None
     *[("chat", (option, r"a\n|b"), rf"{option}: \n is no newline here, $'...' makes newlines") for option in ("-i", "-x", "-y", "-o")],
     *[("chat", (option, "a\\n\nc|b"), None) for option in ("-i", "-x", "-y", "-o")], ("chat", ("-j", "1"), None),
     ("embed", ("-j", "1000"), "-j: more threads than cores take longer; without -j each core has one"),
-    ("chat", ("-t", "7"), "-t: 7 draws nearly at random, expected 2 or less"), ("chat", ("-t", "2"), None),
+    ("chat", ("-t", "7"), "-t: 7 draws nearly at random, expected 2 or less (-j: threads)"), ("chat", ("-t", "2"), None),
+    ("chat", ("-s", "-1"), "-s: -1 is a seed as others are; without -s each run draws one"),
+    ("chat", ("-g", "a::=b"), "-g: a grammar (::=), taken as text; expected a regular expression, yes|no"),
+    ("chat", ("-g", r"yes\|no"), r"-g: \( \| \) are these signs in the answer; ( | ) make groups and ways"),
     *[("chat", ("-e", value), f"-e: {value} breaks the text, expected 1 (off) to 2, mostly 1.05 to 1.2") for value in ("11", "0.5")],
     *[("chat", options, None) for options in (("-y", "Be brief."), ("-i", "."), ("-f", "a b"))],
     *[(mode, (option, value), None) for option, value in OF_ANSWERS.items() for mode in MODES[:2]],
@@ -438,7 +441,7 @@ def test_options_that_are_noticed(small, tmp_path, monkeypatch, mode, options, n
     result = qwen3(*run)
     found = re.findall("qwen3: (-[a-z]: .*)\n", result.stderr.decode())
     assert result.returncode == 0 and found == [notice] * bool(notice), result
-    stays = any(word in (notice or "") for word in ("name of a file", "no newline"))
+    stays = any(word in (notice or "") for word in ("name of a file", "no newline", "taken as text", "these signs"))
     assert len(re.findall("qwen3: (-[a-z]: .*)\n", qwen3(*run, "-q").stderr.decode())) == stays
     assert mode in MODES[:2] or qwen3(*run, "-qq").stderr == b""
 

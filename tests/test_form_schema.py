@@ -175,7 +175,7 @@ A, B = ({"type": "object", "properties": {"k": {"const": x}}, "required": ["k"]}
     ({"type": "integer", "minimum": 3, "maximum": 2}, "$: no value matches"), ({"type": "number", "exclusiveMinimum": 3, "maximum": 3}, "$: no value"),
     ({"type": "number", "minimum": .5}, "$.minimum: "), ({"type": "integer", "minimum": 3, "exclusiveMinimum": True}, "$.exclusiveMinimum: "),
     ({"type": "number", "maximum": "3"}, "$.maximum: "), ({"type": "integer", "multipleOf": 2}, "$.multipleOf: not"),
-    ({"enum": []}, "$.enum: "), ({"anyOf": []}, "$.anyOf: "), ({"type": []}, "$"), ({"type": "array"}, "$"), ({}, "$: any value"), (True, "$: "),
+    ({"enum": []}, "$.enum: "), ({"anyOf": []}, "$.anyOf: "), ({"type": []}, "$"), ({"type": "array"}, "$"), ({}, "$: any value "), (True, "$: "),
     ({"type": "strin"}, "$.type: "), ({"type": ["string", 3]}, "$.type: "), ({"type": {"a": 1}}, "$"), ({"$ref": "x"}, "$.$ref: "), ({"$ref": "#/$defs/A"}, "$.$ref: "),
     ({"anyOf": [{"type": "string"}], "type": "string"}, "$.type: not supported"), ({"type": "object", "required": ["x"]}, "$.required[0]: "),
     ({"type": "object", "additionalProperties": {"type": "string"}}, "$.additionalProperties: "),
