@@ -1985,7 +1985,8 @@ static int run_small_pool(int argc, char **argv) {  // argv: BLOCKS[,SEED[,FILE]
     }
     engine.options = parse_options(argc, argv);
     const int status = run_mode(&engine);
-    if (engine.form && !quiet) fprintf(stderr, "%zu rows, %zu passes\n", engine.n_rows, passes_ran);
+    if (!quiet) fprintf(stderr, "%zu rows\n", engine.n_rows);
+    if (!quiet && engine.form) fprintf(stderr, "%zu passes\n", passes_ran);
     return status;
 }
 
