@@ -169,7 +169,7 @@ class Part(NamedTuple):
         except FormError:
             raise
         except RecursionError:
-            self.need(False, "contains itself", "what no expression lacks: an end")
+            self.need(False, "contains itself", "a JSON Schema without recursion")
         except Exception as error:  # whatever stands in a wrong place
             self.need(False, type(error).__name__, f"a JSON Schema ({error})")
 

@@ -2663,7 +2663,7 @@ static Form *make_form(const char *text) {
     take_sign(&x, '^');
     add_ways(&x);
     take_sign(&x, '$');
-    form_need(&x, x.at, !*x.at, "its end (^ and $ stand at both ends of all, or \\ before them)");
+    form_need(&x, x.at, !*x.at, "its end (^ begins and $ ends the whole; \\^ \\$ are signs)");
     add_step(f, (Step){CHARS, 0, 0, 0});
     f->seen = alloc(f->n_steps, sizeof(*f->seen), "-g");
     f->table = alloc(2 * MOST_STATES, sizeof(*f->table), "-g");
@@ -3032,13 +3032,15 @@ typedef struct Engine {  // the program's state
 
 static bool chooses(const Engine *e) { return e->kind >= CHOICES; }  // among given answers (-o)
 
-// Returns how many Kepts there are: one for each text that ends, and those at marks. (-K adds
-// KEPT_STEPS with states, and the context stays as it is without.)
-static int count_kepts(int texts, bool list) { return texts + (texts > 1 ? 4 : list ? 2 : 1); }
+// Returns how many Kepts there are: one for each text that ends, those at marks, and with `steps`
+// (-K, if there are states) those at steps.
+static int count_kepts(int texts, bool list, bool steps) {
+    return texts + (texts > 1 ? 4 : list ? 2 : 1) + (steps ? KEPT_STEPS : 0);
+}
 
 // Returns how many states of delta layers there are: of texts, of Kepts, and those to go back to.
-static int count_states(int texts, bool list) {
-    return texts + count_kepts(texts, list) + min_int(texts, MOST_GUESSED);
+static int count_states(int texts, bool list, bool steps) {
+    return texts + count_kepts(texts, list, steps) + min_int(texts, MOST_GUESSED);
 }
 
 static void writer_thinks(struct Writer *out, bool thinking);  // see Writing
@@ -3639,8 +3641,7 @@ static void prepare_passes(Engine *e, int context) {
     e->users = alloc(e->pass->n_blocks, sizeof(int), "the texts");
     e->row_nll = alloc(e->pass->logit_rows, sizeof(double), "the texts");
     const size_t size = state_size(&e->model.config);
-    e->n_kept = count_kepts(e->most_texts, e->options.list);
-    if (e->options.keep && has_state(e)) e->n_kept += KEPT_STEPS;
+    e->n_kept = count_kepts(e->most_texts, e->options.list, e->options.keep && has_state(e));
     for (int i = 0; i < e->n_kept; i++) {
         e->kept[i] = (Kept){.ids = alloc(context, sizeof(int), "the texts")};
         e->kept[i].blocks.p = alloc(n, sizeof(int), "the texts");
@@ -5178,7 +5179,7 @@ static void prepare_answers(Engine *e) {
 static int choose_context(const Engine *e) {
     const Config *c = &e->model.config;
     const int asked = e->options.context, least = modes[e->mode].least, most = c->max_seq_len;
-    const double states = (double)count_states(1, false) * state_size(c);  // a chat's
+    const double states = (double)count_states(1, false, false) * state_size(c);  // a chat's
     const double room = memory_size() / 4 - states * sizeof(float);
     const double positions = e->mode == PERPLEXITY ? 0 : room / position_size(c);
     const int fitting = min_int((int)fmax(fmin(positions, INT_MAX) / 1024, 4) * 1024, most);
@@ -5207,8 +5208,8 @@ static void load_model(Engine *e) {
     e->kind = o->member ? OWN_CHOICES : o->answers ? CHOICES : (int)e->mode;
     e->most_texts = o->list || o->answers ? min_int(MOST_TEXTS, o->batch) : 1;
     const double states = memory_size() / 4 / sizeof(float) / fmax(state_size(c), 1);
-    const int steps = o->keep ? KEPT_STEPS : 0;
-    while (e->most_texts > 1 && count_states(e->most_texts, true) + steps > states) e->most_texts--;
+    while (e->most_texts > 1 && count_states(e->most_texts, true, o->keep) > states)
+        e->most_texts--;
     c->cache_bits = o->cache_bits;
     if (c->cache_bits == 8 && c->head_dim % 16)
         die("-C 8: expected heads of a multiple of 16, found %d (%s)", c->head_dim, o->model);
