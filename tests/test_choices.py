@@ -404,6 +404,7 @@ def test_one_label_for_nearly_all(table_model):
         assert qwen3(*run, "-qq", stdin=b"x\n" * x + b"y\n" * y).stderr == b""
 
 
+@needs_address_space
 def test_many_answers_and_little_memory(tiny, tmp_path):
     """Taken apart, a row's own answers take as much memory as encoding them: too many are that row's error."""
     row, path = json.dumps({"text": "a", "own": [f"a{i}" for i in range(450_000)]}), tmp_path / "rows"
