@@ -283,6 +283,8 @@ class Part(NamedTuple):
             self.need(type(value) is kind, f"wrong {key}", f"a {kind.__name__}")
         for i, name in enumerate(required):
             self.member("required", i).need(name in names, "missing", "one of properties")
+        self.need(self.value.keys() & {"properties", "additionalProperties"}, "any members",
+                  "an object with properties")
         members = [f"{quote(json.dumps(name, ensure_ascii=False))}: ?"
                    f"{self.member('properties', name).write()}" for name in names]
         needed = [name in required for name in names]
@@ -402,6 +404,8 @@ def quote(text: str) -> str:
 
 def print_form(args: list[str]) -> None:
     """Prints the expression of the schema in a file, or of stdin's."""
+    if len(args) == 1:
+        args = args[0].split("=", 1)
     if len(args) != 2 or args[0] != "--form":
         print("export.py: --form: expected SCHEMA.json, or -, and nothing else", file=sys.stderr)
         sys.exit(2)
@@ -425,7 +429,7 @@ def print_form(args: list[str]) -> None:
         sys.exit("".join(c if c.isprintable() else ascii(c)[1:-1] for c in line))
 
 
-if __name__ == "__main__" and "--form" in sys.argv[1:]:
+if __name__ == "__main__" and any(x.split("=")[0] == "--form" for x in sys.argv[1:]):
     sys.exit(print_form(sys.argv[1:]))
 
 # [(name, oldest version)] of the block at the top

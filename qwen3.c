@@ -20,11 +20,11 @@
    what it is found by; and a value v, what it gives to those that find it. The dot products of its
    query with the keys of all positions (places in the text) up to its own become shares that add up
    to 1 (softmax). The result is the sum of the values, each times its share. A layer does this in
-   n_heads heads side by side. Each has its own query (head_dim), and so its own shares; but each kv
-   head, one key and one value, serves several heads. A token's x, q, k and v depend only on it and
-   on those before it. So they stay right when tokens are appended, and need not run again: the KV
-   cache keeps, for each layer and kv head, all keys K and values V so far (positions, head_dim). A
-   query is not kept, because only its own token uses it. One layer computes
+   n_heads heads side by side. Each has its own query (head_dim), and so its own shares; but a kv
+   head, one key and one value, may serve several heads. A token's x, q, k and v depend only on it
+   and on those before it. So they stay right when tokens are appended, and need not run again: the
+   KV cache keeps, for each layer and kv head, all keys K and values V so far (positions, head_dim).
+   A query is not kept, because only its own token uses it. One layer computes
 
      h = rmsnorm(x, rms_att)                  rmsnorm(x, w) = w * x / sqrt(mean(x^2) + eps)
      q = Wq h, k = Wk h, v = Wv h             q: n_heads vectors (head_dim); k, v: n_kv_heads each
@@ -147,7 +147,7 @@ typedef struct {
     int layer_bits;         // bits of a weight in the layers' matrices, 8 or 4; the others have 8
     int eight_bits;         // bit i set: matrix i of wq wk wv wo w1 w2 w3 wg has 8 nevertheless
     int panels;             // 1: the file has panels (see weight_int), 0: loading makes them
-    int8_t levels[16];      // with 4 bits: the int8 of each nibble (export.py's are densest near 0)
+    int8_t levels[16];      // with 4 bits: each nibble's int8 (export.py's own: densest near 0)
     float rope_theta;
     float rms_norm_eps;
     int rope_scaling;       // not 0: rope is scaled for longer texts, by the next two
@@ -171,7 +171,7 @@ typedef struct {
     int delta_dim;          // of q, k and v of a delta layer together
     int n_kv_layers;        // layers with keys and values: those of attention
     int cache_bits;         // of a number in the KV cache, 32 or 8 (option -C 8)
-} Config;  // Part II makes Weights by it. What a layer lacks is NULL there, or has no rows
+} Config;  // Part II finds Weights by it. What a layer lacks is NULL there, or has no rows
 
 // A quantized matrix: see Quantization and the matrix product; for the order in memory, weight_int.
 typedef struct {
@@ -198,7 +198,7 @@ typedef struct {
     const float *conv;     // (PAST + 1, delta_dim) or NULL: attention   conv1d
     const float *forget;   // (delta_v_heads)             exp(A_log)
     const float *dt_bias;  // (delta_v_heads)             dt_bias
-    const float *o_norm;   // (DELTA_DIM)                 norm (Qwen3.5's other norms: HF's + 1)
+    const float *o_norm;   // (DELTA_DIM)                 norm (its other norms: HF's weight + 1)
     const float *wa, *wb;  // (delta_v_heads, dim)        in_proj_a, in_proj_b
     // With experts, w1, w3 and w2 hold the rows of expert 0, then those of expert 1, and so on.
     Matrix w1, w3;         // (hidden_dim, dim)           mlp.gate_proj, up_proj
@@ -325,18 +325,18 @@ static void silu_times(float *gate, const float *up, int n) {
 // Returns weight i of row r without its scale. With 8 bits it is byte i of the row.
 // With 4, a group has group_size / 2 bytes: byte j has weight j (low nibble) and weight j
 // + group_size / 2 (high). SIMD instructions compute 4 to 16 rows at once. So in memory 16
-// rows are together, a panel (the last one is padded). It begins with column 0, the first
-// word (4 bytes) of each row; then comes column 1, the second word of each, and so on:
+// rows are together, a panel (the last one is padded). It begins with word column 0, the first
+// word (4 bytes) of each row; then comes word column 1, the second one of each, and so on:
 //   row 0, word 0 | row 1, word 0 | ... | row 15, word 0 | row 0, word 1 | row 1, word 1 | ...
 // For example, rows have 128 weights of 4 bits in groups of 64, so 16 words. Weight (17, 70) is in
 // row 1 of panel 1, and there weight 6 of group 1: the low nibble of byte 32 + 6, byte 2 of word 9.
-// In the matrix this is byte 16 * 64 (panel 0) + 9 * 16 * 4 (columns) + 4 (row 0) + 2 = 1606.
+// In the matrix this is byte 16 * 64 (panel 0) + 9 * 16 * 4 (word columns) + 4 (row 0) + 2 = 1606.
 enum { PANEL = 16 };
 
 INLINE int weight_int(const Matrix *w, int r, int i) {
     const int half = w->group_size / 2, g = i / w->group_size, j = i % w->group_size;
     const int at = w->bits == 8 ? i : g * half + j % half;  // the byte of the row
-    const size_t column = (size_t)(r / PANEL) * (w->cols * w->bits / 32) + at / 4;  // its number
+    const size_t column = (size_t)(r / PANEL) * (w->cols * w->bits / 32) + at / 4;  // in the matrix
     const int8_t byte = w->bytes[(column * PANEL + r % PANEL) * 4 + at % 4];
     return w->bits == 8 ? byte : w->levels[(j < half ? byte : byte >> 4) & 15];
 }
@@ -392,9 +392,9 @@ static void add(float *x, const float *y, int n) {
 // rope rotates each pair (q[j], q[j + rotary_dim/2]), j < rotary_dim/2, by the angle pos *
 // theta^(-2j / rotary_dim), and k in the same way. If both are turned back by k's angle,
 // q . k does not change. Then k is as it was, and q is turned by the angle of their distance.
-// So of their positions only the distance counts. theta is mostly 1e6. Pair 0 turns by 1
-// radian a position, nearly once round in 6: it tells neighbours apart. Slower ones tell near
-// from far: pair 36 of 64 (rotary_dim 128) goes round in 14,900 positions. The last pair is
+// So of their positions only the distance counts. Pair 0 turns by 1 radian a position, nearly
+// once round in 6: it tells neighbours apart. Slower ones tell near from far: with Qwen3's theta
+// of 1e6 and rotary_dim 128, pair 36 of 64 goes round in 14,900 positions. The last pair is
 // 806,000 times as slow as pair 0: it turns by 3 degrees in 40,960 positions.
 
 // Returns the frequency of pair j in radians per position. If rope is scaled for texts longer than
@@ -469,9 +469,9 @@ static void round_to_int8(float *x, int n) {
     }
 }
 
-// Rounds k and v (kv_dim) for -C 8. Some elements of Qwen2.5's bk are 100 times the
-// others, and rope hardly turns these: so k - bk is smaller, and rounds finer. bk is the
-// same at all positions: so all scores of a q lose the same number, and its shares stay.
+// Rounds k and v (kv_dim) for -C 8. Some elements of Qwen2.5's bk are 100 times the others:
+// without bk, k is smaller and rounds finer. What is the same in all k may be taken away: all
+// scores of a q lose the same number, and its shares stay. (rope hardly turns those elements.)
 static void round_kv(const Config *c, const Layer *layer, float *k, float *v) {
     for (int i = 0; layer->bk && i < c->kv_dim; i++) k[i] -= layer->bk[i];
     round_to_int8(k, c->kv_dim);
@@ -780,9 +780,9 @@ static float *compute_logits(Model *m) {
 // Text to tokens. Added tokens were put into the vocabulary by hand: marks, say of the chat format
 // (<|im_start|> begins a message), and words, say a name that a fine-tune added. Raw text is cut at
 // all of them, a user's message only at words: there <|im_start|> is plain. The rest gets Unicode's
-// NFC: e and a combining accent (U+0301) become one letter (U+00E9), else the next step would cut
-// between them. So both spellings get equal ids. A regular expression cuts it into pieces, mostly
-// words with the space before them: "Hello, world" becomes "Hello" "," " world", ids 9707 11 1879.
+// NFC: e and a combining accent (U+0301) become one letter (U+00E9). So both spellings get equal
+// ids. (Qwen3's next step would even cut between them.) A regular expression makes pieces, mostly
+// words with the space before them: "Hello, world" is "Hello" "," " world", Qwen3's 9707 11 1879.
 // Then comes byte-pair encoding: at first each byte of a piece is a token. A merge makes one token
 // of two neighbours, if their bytes together are a token. The merge of the highest priority is
 // next: l o w e r -> l o w er -> l ow er -> l ower -> lower. Vocabulary and priorities were made
@@ -811,24 +811,25 @@ typedef struct {           // the text around the messages of a conversation: se
     Bytes open[3];         // before a message, by role
     Bytes close[3];        // after it
     Bytes answer_open[2];  // in place of open before a new answer: [0] not to think, [1] to think
-    Bytes begun;           // before an answer whose beginning is given; p NULL: answer_open[0]
+    Bytes begun;           // before an answer's given beginning, if it has no <think> block (then:
+                           // open[ASSISTANT]); p NULL: answer_open[0]
     Bytes strip;           // </think>: all up to the last one is cut from an earlier answer,
     Bytes trim;            // and then any of these characters from the start of what is left
     Bytes system_to_think; // in place of open[SYSTEM] where thinking is on, if not NULL (Qwen3.8)
     bool keeps;            // what is cut is put into the <think> block of open[ASSISTANT] (Qwen3.8)
-    bool strips;           // each message loses the blanks at its ends, before that (Qwen3.5)
+    bool strips;           // first of all, each message loses the blanks at its ends (Qwen3.5)
 } ChatFormat;
 
 typedef struct Tokenizer {
     int vocab_size;          // that of Config, from which tokenizer_load gets it
     Bytes *text;             // (vocab_size)
     float *priority;         // (vocab_size) of the merge that makes the token: higher ones first
-    uint8_t *kind;           // (vocab_size) is it an added token, is it written: see ADDED, Part II
+    uint8_t *kind;           // (vocab_size) is it added, does output show it: see ADDED, Part II
     int end_of_text;         // <|endoftext|>
     int think;               // <think>: begins a model's thinking; -1: there is none
     int end_think;           // </think>: ends it; -1
     Ids prefix;              // put before every text in all modes but chat
-    Ids suffix;              // and after it
+    Ids suffix;              // and after it (but not before -o @NAME's answers)
     Ids stop;                // each ends an answer
     ChatFormat chat;
     struct Tables *tables;   // what else the file has (Part II)
@@ -953,15 +954,15 @@ static void encode_flush(Encoder *enc) {
 }
 
 // Adds plain text for encode_flush. A mark in it, such as <|im_end|>, stays plain: no merges make
-// it, and encode_message finds none in a user's text. So what a user types is never a mark.
+// it, and encode_message finds none in a user's message: so in a chat nobody can type a mark.
 static void encode_plain(Encoder *enc, Bytes text) { buffer_add(&enc->pending, text); }
 
 // Adds a text. Each added token that it spells ends the plain text before it
 // (encode_flush) and is appended; the rest goes to encode_plain. (Part II)
 static void encode_marked(Encoder *enc, Bytes text);
 
-// The same for a message: in an answer only for added tokens that are written (a
-// model draws <tool_call>, or spells it), in other messages only for words. (Part II)
+// The same for a message: in an answer only for added tokens that output shows (<tool_call> is one,
+// <|im_end|> is not), in other messages only for words. (Part II)
 static void encode_message(Encoder *enc, Bytes text, int role);
 
 // Appends the ids of a raw text (in all modes but chat), as HF's tokenizer(text) encodes it.
@@ -985,7 +986,7 @@ typedef struct {
     float top_p;        // keep the smallest set that reaches this probability, the nucleus
     int top_k;          // keep the k most likely tokens, 0: all
     float presence;     // subtracted from the logits of tokens that are in the answer
-    float repetition;   // makes tokens of the prompt and the answer less likely, 1: off
+    float repetition;   // > 1 makes tokens of the prompt and the answer less likely; 1: off
     bool *in_answer;    // (vocab_size) is in the answer
     bool *seen;         // (vocab_size) is in the prompt (Part II marks it) or in the answer
     uint64_t rng;       // the state of random_next; option -s sets it
@@ -1123,7 +1124,7 @@ static double log_sum_exp(float *logits, int n) {
 
 typedef enum {
     GOES_ON,
-    COMPLETE,                      // a stop id or -x TEXT; other texts than answers: their last id
+    COMPLETE,                      // a stop id, -x TEXT, the form's end; of other texts the last id
     IN_THINKING,                   // a stop id before the thinking has ended (Part II)
     LIMIT_REACHED, CONTEXT_ENDED,  // option -n; option -c
     REPEATS,                       // without -n: the answer goes round in circles
@@ -1136,7 +1137,7 @@ typedef struct Text {  // add_text makes it (Part II) of a prompt that has ids a
     size_t target;     // the number of the id that is predicted next: drawn or scored
     size_t n_prompt;   // ids before the answer, or before given answers (-o); in a perplexity all
     size_t max_ids;    // the most ids of prompt and answer (option -n)
-    size_t context;    // the most positions in the cache (option -c), less the room of -o's answers
+    size_t context;    // the most positions in the cache (option -c)
     bool embeds;       // no id is predicted: x becomes an embedding
     bool asks;         // no id is drawn: given answers are scored (option -o)
     double nll;        // the sum of -log(p) of its n scored ids: its perplexity is exp(nll / n)
@@ -1156,8 +1157,7 @@ static bool is_stop(const Tokenizer *tok, int id) {
 // wait.) It returns false if option -x TEXT ends the answer: nothing from TEXT on is written.
 static bool writer_token(struct Writer *out, const Tokenizer *tok, int id);
 
-// Returns true if an answer goes round in circles: if 256 of its ids each were the last
-// of 8 that had come 3 times before. (Any other id takes 3 off this count.) (Part II)
+// Returns true if an answer goes round in circles. (Part II)
 static bool watch_repeats(const Tokenizer *tok, Text *text);
 
 // Appends an id to its text and writes it, unless it is a stop id. Returns the text's Ending.
@@ -1173,7 +1173,8 @@ static Ending append_id(const Tokenizer *tok, Text *text, int id) {
     return ids->n <= text->context ? GOES_ON : CONTEXT_ENDED;  // GOES_ON: there is room to run it
 }
 
-// With -g, returns a bit for each id, 1 if the answer may go on with it; else NULL. (Part II)
+// With -g, returns a bit for each id, 1 if the answer may go on with it. Else, or if the text
+// thinks, returns NULL. (Part II)
 static const uint32_t *allowed_ids(const Text *text);
 
 // Calls append_id for a drawn id. After N ids of thinking (option -r N), or when thinking
@@ -1188,7 +1189,7 @@ static Ending draw_next(const Tokenizer *tok, Text *text, float *logits) {
     if (text->asks) return score_first_ids(tok, text, logits);
     if (text->ids.n == text->max_ids) return LIMIT_REACHED;  // -n 0
     const uint32_t *allowed = allowed_ids(text);
-    for (int i = 0; allowed && i < tok->vocab_size; i++)  // the others fall below all of these
+    for (int i = 0; allowed && i < tok->vocab_size; i++)  // those not allowed fall below all others
         logits[i] -= (~allowed[i / 32] >> i % 32 & 1) * 1e25f;
     const int id = sample(&text->sampler, logits, tok->vocab_size);
     return id < 0 ? FAILED : accept_id(tok, text, id);
@@ -1247,17 +1248,19 @@ static void run_text(Model *m, const Tokenizer *tok, Text *text) {
 // ------------------------------------------------------------------------------------------------
 // The chat format. (Raw text needs none of it.) A conversation is a list of messages. A chat model
 // was trained on conversations written in one form. Its checkpoint has this form as a program, the
-// chat template. So the prompt of each turn is its messages in that form, up to the model's answer:
+// chat template. So each turn's prompt is the whole conversation in that form, up to the answer:
 //   <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello!<|im_end|>\n
 //   <|im_start|>user\nHow are you?<|im_end|>\n<|im_start|>assistant\n
 // (all on one line; \n is a newline). The model goes on from there. If it thinks first, it writes
-// <think>, what it considers, and </think>. Then it writes the answer and <|im_end|>.
+// <think> (or the prompt ends with it), what it considers, and </think>. Then it writes the
+// answer and <|im_end|>.
 //
 // export.py has turned the template into a ChatFormat. Each turn encodes the conversation anew,
 // from its text: so it has the ids that this text had in training, although the model may have
 // drawn others. In Part II the first ids do not run again, as far as their state is kept. If a
-// <think> block, even an empty one, came before the last answer, the next turn leaves it out, as
-// in training. So the tokens after it run again: they have other positions and see other tokens.
+// <think> block, even an empty one, came before the last answer, most formats (not Qwen3.8's)
+// leave it out in the next turn, as in training. So the tokens after it run again: they have other
+// positions and see other tokens.
 
 typedef struct {
     int role;     // SYSTEM (instructions for all of it), USER or ASSISTANT (the model)
@@ -1266,19 +1269,19 @@ typedef struct {
 
 typedef struct { Message *p; size_t n, cap; } Conversation;
 
-// Returns what the format has of message i: of an earlier answer what follows its thinking,
-// and of any perhaps all but the blanks at its ends (Python's str.strip()). (Part II)
+// Returns the part of message i that the prompt gets: of an earlier answer what follows its
+// thinking; in some formats without the blanks at its ends (Python's str.strip()). (Part II)
 static Bytes content_of(const Tokenizer *tok, const Conversation *conversation, size_t i);
 
-// Adds what stands before message i, and before its content. (Part II)
+// Adds what stands before the content of message i. (Part II)
 static void encode_open(Encoder *enc, const Conversation *conversation, size_t i, bool think);
 
 // Adds the beginning of the answer that the model is to go on with. (Part II)
 static void encode_begun(Encoder *enc, const ChatFormat *f, Bytes text);
 
-// Makes the ids of a conversation, up to where its answer begins or, if the last message is the
-// assistant's, goes on. Messages before number `first` are left out, except a system message: so a
-// conversation that no longer fits into the context (option -c) forgets its first turns.
+// Makes the ids of a conversation, up to where the model begins its answer or, if the last message
+// is the assistant's, goes on with it. Messages before number `first` are left out, except a system
+// message: so a conversation too long for the context (option -c) forgets its first turns.
 static void render(const Tokenizer *tok, const Conversation *conversation, size_t first, bool think,
                    Ids *out) {
     const ChatFormat *f = &tok->chat;
@@ -1341,6 +1344,7 @@ static const char *stdout_name = "stdout";            // for messages
 static int file_open(const char *path, bool append);  // to read (-: stdin) or append; -1: an error
 static bool file_lock(int fd);                        // false: another descriptor holds a lock
 static double file_size(int fd);                      // of a regular file, else 0
+static bool same_file(int a, int b);                  // both are one regular file
 static double memory_size(void);                      // that this process may use, in bytes
 static void use_huge_pages(void *p, size_t size);     // of HUGE_PAGE bytes, where there are such
 static ssize_t read_more(int fd, Buffer *b);          // as read(), but waits if fd is nonblocking
@@ -1406,7 +1410,6 @@ static bool next_slice(Slice *s, int count, int chunk);
 static void cache_copy(const Pass *p, int to, int from);  // a block: all keys and values
 static size_t block_size(const Config *c);                // floats of a block of the cache
 
-static bool same_file(int a, int b);                       // see Going on with a list
 static uint64_t hash_of(uint64_t seed, const void *bytes, size_t n);  // finds damage, no forgery
 static bool file_move(int fd, void *p, size_t n, uint64_t at, bool writes);  // or reads, at `at`
 
@@ -2278,6 +2281,21 @@ static void merge_piece(const Tokenizer *tok, Bytes piece, Ids *out) {
 }
 #endif
 
+// Returns a text without the blanks at its end, U+3000 and the like, too. With both_ends, it loses
+// them at both, and they are those of Python's str.strip(), which are U+1C to U+1F, too.
+static Bytes strip(const Tokenizer *tok, Bytes text, bool both_ends) {
+    size_t start = 0, end = 0;
+    for (size_t at = 0; at < text.n;) {
+        const Char c = char_at(tok, text, at);
+        at += c.n;
+        if (c.class != SPACE && !(both_ends && c.c >= 0x1C && c.c <= 0x1F)) end = at;
+        else if (both_ends && end == 0) start = at;
+    }
+    return (Bytes){bytes_from(text, start).p, end ? end - start : 0};
+}
+
+static Bytes strip_end(const Tokenizer *tok, Bytes text) { return strip(tok, text, false); }
+
 // ------------------------------------------------------------------------------------------------
 // Forms (-g): an answer matches a regular expression, from its first byte to its last. This becomes
 // steps (Thompson 1968). Each leads to the next one, but for two kinds:
@@ -2321,7 +2339,7 @@ typedef struct Form {
     unsigned *seen, round;  // (n_steps) the round that found a step last
     struct Listed { int id; uint16_t n, common; } *tokens;  // that an answer may have, by bytes
     Buffer rests;       // of each its bytes after those that it has in common with the one before
-    int n_tokens, work; // work: steps and ranges that were looked at for a mask
+    int n_tokens, work; // work: steps and ranges that were looked at since the last mask
     size_t size;        // of states and masks, in bytes
 } Form;
 
@@ -2441,8 +2459,8 @@ static int compare_tokens(const void *a, const void *b) {
     return order ? order : (x->text->n > y->text->n) - (x->text->n < y->text->n);
 }
 
-// Lists the tokens that an answer may have: those with a text that is written, but in a chat not
-// those that begin and end thinking.
+// Lists the tokens that an answer may have: those with a text that is written, but no stop ids,
+// and in a chat not those that begin and end thinking.
 static void list_tokens(Form *f, const Tokenizer *tok, bool chat) {
     FormToken *all = grow(NULL, &(size_t){0}, 0, tok->vocab_size, sizeof(*all));
     bool is_token[256] = {false};
@@ -2580,6 +2598,7 @@ static void add_set(Expression *x) {  // [...], whose [ is taken
     form_need(x, x->at, strncmp(x->at, "[:", 2), "[A-Za-z]: there are no named classes");
     do {
         const char *start = x->at;
+        form_need(x, start, *start, "] after a set");
         const int low = take_char(x, &set);
         const bool range = x->at[0] == '-' && x->at[1] != ']' && take_sign(x, '-');
         const int high = range ? take_char(x, &set) : low;
@@ -2597,7 +2616,8 @@ static void add_atom(Expression *x) {  // a character, a set or a group
     if (take_sign(x, '[')) {
         add_set(x);
     } else if (take_sign(x, '(')) {
-        form_need(x, start, !take_sign(x, '?') || take_sign(x, ':'), "a group, ( or (?:");
+        form_need(x, start, !take_sign(x, '?') || take_sign(x, ':'),
+                  "a group, ( or (?:, without flags or look-around");
         form_need(x, start, x->depth++ < 100, "at most 100 groups inside each other");
         add_ways(x);
         form_need(x, x->at, take_sign(x, ')'), ")");
@@ -2924,7 +2944,7 @@ typedef struct Choice {  // a given answer
     size_t n_tokens;   // that it adds to the prompt
     Ids ids;           // the prompt's last ids (Choices.before), then these tokens, then ANY_STOP
                        // if another given answer begins with them
-    bool same_ids, same_text;  // as another one of its row, which has the probability of both
+    bool same_ids, same_text;  // as another one of its row: only that one is summed
     size_t n_chosen;   // of a list's texts: those that most likely get it
 } Choice;
 
@@ -2941,7 +2961,7 @@ static size_t state_size(const Config *c) {  // floats of the delta layers' stat
     return (c->n_layers - c->n_kv_layers) * layer_state(c);
 }
 
-typedef struct Kept {  // what is kept of a text that ended, or can't begin yet, or at a mark
+typedef struct Kept {  // what is kept of a text: when it ends or can't begin yet, and on its way
     int *ids;          // (n) the first ones, that ran
     size_t n;          // 0: nothing is kept
     Blocks blocks;     // with their keys and values
@@ -2952,8 +2972,7 @@ typedef struct Kept {  // what is kept of a text that ended, or can't begin yet,
 typedef struct Slot {  // what Part II has of a text, beside Text
     const struct Engine *engine;
     struct {           // memory of the place, which the next text there uses again
-        Ids all;       // the prompt, with room for context + 1 ids: Text.ids lies in it, and may
-                       // not need more
+        Ids prompt;    // with room for context + 1 ids: Text.ids lies in it, and may not need more
         Buffer out;    // the answer of a text in a list, or an embedding
         Choices choices;  // the given answers: with -o @NAME its own, else those of all texts
         double *nll;   // (choices.n) -log of their probabilities
@@ -2965,7 +2984,8 @@ typedef struct Slot {  // what Part II has of a text, beside Text
     double start;      // when it was added
     size_t cached;     // tokens of the prompt that did not need to run
     bool started;      // also if it had to stop, and waits again
-    size_t drawn;      // tokens of its answer; with -o of the thinking and the given answers
+    size_t drawn;      // tokens of its answer, also those that close its thinking; with -o of the
+                       // thinking and the given answers
     bool thinking;     // its ids end inside <think>
     int thought;       // tokens of thinking that were drawn
     size_t watched;    // repeats count from this id on: at first n_prompt; with -n never (INT_MAX)
@@ -2977,7 +2997,8 @@ typedef struct Slot {  // what Part II has of a text, beside Text
     int n_begun;       // given answers that were scored, or are
     struct Slot *asker;  // whose given answers it scores: its own, or another's (see add_helpers)
     // Many texts at once only:
-    size_t marks[2];   // with states: a Kept is made after so many ids, for others and for itself
+    size_t parts_at;   // with states, Kepts are made after so many ids: where others part from it,
+    size_t next_turn_at;  // and where its own next turn, or next given answer, does
     int rows;          // ids that run in this pass, without guesses
     int first;         // the first of its needed rows, once these have moved to the front
     int guesses;       // so many ids after the text were guessed for this pass
@@ -3058,11 +3079,11 @@ static const char damaged[] = "model: its results are not finite; is the file da
 // Goes on with the next piece of a text that is scored. Returns false if there is none. A text
 // longer than the context has several: each begins with the last id of the one before.
 static bool next_piece(Engine *e, Text *t) {
-    const Ids *all = &t->slot->own.all;
-    const size_t begin = t->ids.p + t->ids.n - 1 - all->p, left = all->n - begin;
+    const Ids *whole = &t->slot->own.prompt;
+    const size_t begin = t->ids.p + t->ids.n - 1 - whole->p, left = whole->n - begin;
     if (t->ending == FAILED || left == 1) return false;
     go_back(e, t, 0);
-    t->ids.p = all->p + begin;
+    t->ids.p = whole->p + begin;
     t->ids.n = t->n_prompt = min_size(left, t->context);
     t->target = 1;
     return true;
@@ -3071,12 +3092,12 @@ static bool next_piece(Engine *e, Text *t) {
 // Fills the memory of a text's place with what it begins with.
 static void fill_place(Engine *e, Text *t, const Ids *prompt) {
     Slot *slot = t->slot;
-    Ids *all = &slot->own.all;
+    Ids *own = &slot->own.prompt;
     const Choices last = slot->own.choices;
     const size_t vocab_size = e->tokenizer.vocab_size;
-    all->p = grow(all->p, &all->cap, prompt->n, e->model.context + 1, sizeof(int));  // + guesses
-    memcpy(all->p, prompt->p, prompt->n * sizeof(int));
-    all->n = prompt->n;
+    own->p = grow(own->p, &own->cap, prompt->n, e->model.context + 1, sizeof(int));  // + guesses
+    memcpy(own->p, prompt->p, prompt->n * sizeof(int));
+    own->n = prompt->n;
     slot->own.out.n = 0;
     slot->own.nll = grow(slot->own.nll, &slot->own.nll_cap, 0, e->next.n, sizeof(double));
     slot->own.choices = e->next;
@@ -3097,14 +3118,14 @@ static Text *add_text(Engine *e, const Ids *prompt, uint64_t rng, bool goes_on) 
                    .asker = slot, .thinking = e->thinks && !goes_on,
                    .watched = o->n < -1 ? n : INT_MAX,
                    .form = e->may_think && !goes_on ? FORM_OPEN : FORM_START};
-    *t = (Text){.ids = slot->own.all, .target = n, .n_prompt = n, .context = e->model.context,
+    *t = (Text){.ids = slot->own.prompt, .target = n, .n_prompt = n, .context = e->model.context,
                 .max_ids = o->n < 0 ? SIZE_MAX : n + o->n, .embeds = e->mode == EMBED,
                 .sampler = t->sampler, .writer = t->writer, .slot = slot};
     t->sampler.rng = rng;
     writer_thinks(t->writer, slot->thinking);
     // From the generation prompt on, the next turn differs. It is taken to begin with the last
     // SPECIAL token. (A list's text that is alone may be a turn, too, of another program's chat.)
-    size_t *mark = &slot->marks[1];
+    size_t *mark = &slot->next_turn_at;
     if (e->mode == CHAT && (chooses(e) || e->n_texts == 1)) *mark = n - 1;
     while (*mark > 0 && !(e->tokenizer.kind[prompt->p[*mark]] & SPECIAL)) --*mark;
     if (e->mode == PERPLEXITY) t->ids.n = 1, next_piece(e, t);  // it begins with the last of ids
@@ -3187,7 +3208,7 @@ static bool run_pass(Engine *e) {
 //
 // The invariant: a row is written only into a block with one user, and what counts as run (n_run;
 // guesses do not) is never written again. So whoever shares a block finds in it what ran there. The
-// contract of begin_text and go_back: at most the ids asked for count as run. Others run again.
+// contract of give_beginning and go_back: at most the ids asked for count as run. Others run again.
 //
 // A state of delta layers can't be cut: it is taken whole, or not at all. So a Kept is also made at
 // marks, where texts will go on: where texts of a list part, before a chat's generation prompt
@@ -3200,7 +3221,7 @@ static bool run_pass(Engine *e) {
 #define check_state_copy(to, from) (void)0
 #define check_loaded(e, kept) (void)0
 #define give_up(n) (n)  // theirs draws a number up to n
-#define guess_any(e, t, count, from) (from)  // theirs guesses ids that nobody found
+#define guess_any(e, t, count, from) ((void)(e), (from))  // theirs guesses ids that nobody found
 #endif
 
 static bool has_state(const Engine *e) { return state_size(&e->model.config) > 0; }
@@ -3254,7 +3275,7 @@ static void use_kept(Engine *e, Kept *kept) {
 // With -K, puts the Kept that is missed least last, where the next one is made: one that is empty,
 // or not the text's beginning, else the one without which a run up to the text's end becomes longer
 // by the smallest factor. (64 is the smallest step: so short runs count for little.)
-static void thin_out(Engine *e, const Text *t) {
+static void put_least_last(Engine *e, const Text *t) {
     Kept *const last = &e->kept[e->n_kept - 1], *least = last;
     double lowest = INFINITY;
     if (!e->options.keep || !has_state(e) || e->most_texts > 1) return;
@@ -3271,14 +3292,14 @@ static void thin_out(Engine *e, const Text *t) {
     *last = chosen;
 }
 
-// What ran of a text becomes a Kept, in place of the one that was used the longest time ago. With
-// states, what a list's text leaves when it ends is the next to make room: others part before it.
+// What ran of a text becomes a Kept in place of the last one: mostly the one that was used longest
+// ago. With states, what a list's text leaves comes last, because others part before it.
 static void keep_text(Engine *e, Text *t) {
     Blocks *blocks = &t->slot->own.blocks;
     const size_t n = has_state(e) && e->stopped ? 0 : t->n_run;
     cut_blocks(e, blocks, count_blocks(e, n));
     if (n == 0) return;
-    thin_out(e, t);
+    put_least_last(e, t);
     Kept *last = &e->kept[e->n_kept - 1], old = *last;
     *last = (Kept){.ids = old.ids, .n = n, .blocks = *blocks, .state = t->slot->own.state};
     memcpy(last->ids, t->ids.p, n * sizeof(int));
@@ -3357,7 +3378,7 @@ static void copy_state(const Engine *e, float *to, const float *from) {
 
 // Gives a text its blocks, and what it takes from a beginning: these ids count as run. Returns
 // false, and gives nothing, if fewer than `spare` blocks would stay unused.
-static bool begin_text(Engine *e, Text *t, Kept from, int spare) {
+static bool give_beginning(Engine *e, Text *t, Kept from, int spare) {
     Slot *slot = t->slot;
     const size_t some = give_up(from.n), n = has_state(e) && some < from.n ? 0 : some;
     const bool shares = share_blocks(e, &slot->own.blocks, from.blocks, n);
@@ -3376,7 +3397,7 @@ static bool begin_text(Engine *e, Text *t, Kept from, int spare) {
 // after the n ids that it takes. (Before it takes blocks, because Kepts may lose theirs.)
 static void set_mark(Engine *e, const Text *t, size_t n) {
     const size_t least = n + e->pass->block_len;
-    size_t *mark = &t->slot->marks[0];
+    size_t *mark = &t->slot->parts_at;
     *mark = 0;
     for (int i = 0; i < e->n_kept + e->n_texts; i++) {
         const Text *other = i < e->n_kept ? NULL : e->order[i - e->n_kept];
@@ -3391,7 +3412,7 @@ static bool should_wait(const Engine *e, const Text *t, size_t n) {
     for (int i = 0; i < e->n_running; i++) {
         const Text *other = e->order[i];
         const size_t same = count_common(t, other->ids.p, other->ids.n);
-        const size_t end = has_state(e) ? other->slot->marks[0] : same;
+        const size_t end = has_state(e) ? other->slot->parts_at : same;
         if (end >= n + e->pass->block_len && end <= same && end > other->n_run) return true;
     }
     return false;
@@ -3405,7 +3426,7 @@ static bool start_text(Engine *e) {
     const int each = has_state(e) ? 2 : 1, spare = e->n_running ? each * (e->n_running + 1) : 0;
     if (should_wait(e, t, from.n)) return false;
     if (has_state(e)) set_mark(e, t, from.n);
-    if (!begin_text(e, t, from, spare)) return false;
+    if (!give_beginning(e, t, from, spare)) return false;
     if (!t->slot->started) t->slot->cached = t->n_run;
     t->slot->started = true;
     e->n_running++;
@@ -3420,7 +3441,7 @@ static void start_texts(Engine *e) {
 static void schedule(Engine *e) {
     for (int i = 0; i < e->n_running; i++) {
         Text *t = e->order[i];
-        if (t->slot->own.blocks.n == 0) begin_text(e, t, find_beginning(e, t), 0);  // went back
+        if (t->slot->own.blocks.n == 0) give_beginning(e, t, find_beginning(e, t), 0);  // went back
         while (i < e->n_running && !take_blocks(e, t, 0, 0))
             go_back(e, e->order[--e->n_running], 0);
     }
@@ -3484,24 +3505,29 @@ static int guess_form(const Engine *e, Text *t, int most) {
     return guesses;
 }
 
-// Guesses up to `most` ids after a text: those after the latest place where its last ids stand. The
-// context, -n and unused blocks limit them. A draft that reaches its own first ids copies these.
-static void draft_text(Engine *e, Text *t, int most) {
+// Guesses the ids that followed the latest place where a text's last ids stand, or none. A draft
+// that reaches its own first ids copies these.
+static int guess_repeat(Engine *e, Text *t, int most) {
     int *ids = t->ids.p;
-    const size_t n = t->ids.n, size = NGRAM * sizeof(int), end = min_size(t->context, t->max_ids);
-    const size_t room = (size_t)(t->slot->own.blocks.n + e->n_unused) * e->pass->block_len;
-    int count = min_int(most, (int)min_size(end, room) - (int)n);
+    const size_t n = t->ids.n, size = NGRAM * sizeof(int);
     size_t from = n - 1;  // the draft begins with ids[from]
-    if (count < 1 || e->credit < 0) return;
-    const int formed = e->form && !t->slot->thinking ? guess_form(e, t, count) : 0;
     while (from >= NGRAM && memcmp(ids + from - NGRAM, ids + n - NGRAM, size) != 0) from--;
-    from = guess_any(e, t, count, from);
-    if (from < NGRAM && !formed) return;
-    if (formed) count = formed;
-    e->credit -= DRAFT_COST * count;
-    t->slot->guesses = count;
-    for (int i = 0; i < count && !formed; i++) ids[n + i] = ids[from + i];
-    take_blocks(e, t, count, 0);
+    from = guess_any(e, t, most, from);
+    for (int i = 0; i < most && from >= NGRAM; i++) ids[n + i] = ids[from + i];
+    return from >= NGRAM ? most : 0;
+}
+
+// Guesses up to `most` ids after a text. The context, -n and unused blocks limit them.
+static void draft_text(Engine *e, Text *t, int most) {
+    Slot *slot = t->slot;
+    const size_t end = min_size(t->context, t->max_ids);
+    const size_t room = (size_t)(slot->own.blocks.n + e->n_unused) * e->pass->block_len;
+    most = min_int(most, (int)min_size(end, room) - (int)t->ids.n);
+    if (most < 1 || e->credit < 0) return;
+    if (e->form && !slot->thinking) slot->guesses = guess_form(e, t, most);
+    if (slot->guesses == 0) slot->guesses = guess_repeat(e, t, most);
+    e->credit -= DRAFT_COST * slot->guesses;
+    take_blocks(e, t, slot->guesses, 0);
 }
 
 // Guesses for all texts if each of them decodes: all its ids but the last, a drawn one, have run.
@@ -3526,9 +3552,9 @@ static void draft_texts(Engine *e) {
 // A pass: the ids that have not run, of all texts, as many as fit
 
 // With -K, returns true where a block ends 64, 512, 4,096, ... ids (up to a block more) before the
-// end of a prompt that is alone, or before marks[0] where several texts run or wait.
+// end of a prompt that is alone, or before parts_at where several texts run or wait.
 static bool is_step(const Engine *e, const Text *t, size_t n) {
-    const size_t end = e->n_texts == 1 ? t->n_prompt : t->slot->marks[0];
+    const size_t end = e->n_texts == 1 ? t->n_prompt : t->slot->parts_at;
     size_t len = e->pass->block_len, step = 64;
     while (n + step + len <= end) step *= 8;
     return e->options.keep && n % len == 0 && n + step <= end;
@@ -3536,15 +3562,15 @@ static bool is_step(const Engine *e, const Text *t, size_t n) {
 
 // Returns whether a text's state after n ids becomes a Kept.
 static bool wants_state(const Engine *e, const Text *t, size_t n) {
-    const size_t *marks = t->slot->marks;
-    return has_state(e) && (n == marks[0] || n == marks[1] || is_step(e, t, n));
+    const Slot *slot = t->slot;
+    return has_state(e) && (n == slot->parts_at || n == slot->next_turn_at || is_step(e, t, n));
 }
 
 // Begins a Kept of a text's first n ids: the last Kept makes room. Returns where this pass saves
 // the state, or NULL if this pass makes the last one, too.
 static float *make_kept(Engine *e, const Text *t, size_t n) {
     Kept *kept = &e->kept[e->n_kept - 1];
-    thin_out(e, t);
+    put_least_last(e, t);
     if (kept->from) return NULL;
     cut_blocks(e, &kept->blocks, 0);
     memcpy(kept->ids, t->ids.p, n * sizeof(int));
@@ -3728,7 +3754,7 @@ typedef struct {  // FILE, while it is read or written
 } Filed;
 
 // Returns a Head with all on which the bits of n ids' data depend. Of the model's file, the first
-// 16 MB count and, if its header has no hash of the weights (older files), some 4,000 later places.
+// 16 MB count and, if its header has no hash of the weights (older files), places after them.
 // C libraries may differ in few roundings: so all angles of the n positions count, and log1pf.
 static Head make_head(const Engine *e, size_t n) {
     Head head = {.magic = MAGIC, .origin = {[OF_BITS] = e->options.cache_bits}, .again = MAGIC};
@@ -4179,9 +4205,9 @@ static Ending accept_id(const Tokenizer *tok, Text *t, int id) {
 // Given answers (-o): how likely is it that the answer begins with each of several TEXTs? First the
 // thinking is drawn, if any. Then the last logits give the first id of each TEXT its nll. Then each
 // TEXT of more ids takes the place of the one before: so the blocks of the prompt and the thinking
-// stay. (Alone, a text has helpers, which score other TEXTs in the same passes.) Where one TEXT
-// begins another, the answer also has to end after the shorter one. So at most one comes true, and
-// probabilities add up. All texts have the same TEXTs, or each its own (-o @NAME).
+// stay. (Alone, a text has helpers, which score other TEXTs in the same passes.) Where the ids of
+// one TEXT begin another's, the answer also has to end after the shorter one. So at most one comes
+// true, and probabilities add up. All texts have the same TEXTs, or each its own (-o @NAME).
 
 static double logit_of(const Tokenizer *tok, const float *logits, int id) {
     double max = -INFINITY, sum = 0;
@@ -4212,38 +4238,6 @@ static void split_answers(Engine *e) {
     }
     if (e->next.n == 1)
         die_usage("-o: one answer, expected several, in quotes: \"TEXT|TEXT\" (output: > FILE)");
-}
-
-// Returns a text without the blanks at its end, U+3000 and the like, too. With both_ends, it loses
-// them at both, and they are those of Python's str.strip(), which are U+1C to U+1F, too.
-static Bytes strip(const Tokenizer *tok, Bytes text, bool both_ends) {
-    size_t start = 0, end = 0;
-    for (size_t at = 0; at < text.n;) {
-        const Char c = char_at(tok, text, at);
-        at += c.n;
-        if (c.class != SPACE && !(both_ends && c.c >= 0x1C && c.c <= 0x1F)) end = at;
-        else if (both_ends && end == 0) start = at;
-    }
-    return (Bytes){bytes_from(text, start).p, end ? end - start : 0};
-}
-
-static Bytes strip_end(const Tokenizer *tok, Bytes text) { return strip(tok, text, false); }
-
-// Returns how long an answer's thinking is: all to the last </think>, even one that is quoted, and
-// the newlines after it (f->trim); 0 without one.
-static size_t thinking_length(const ChatFormat *f, Bytes text) {
-    size_t n = find_last(text, f->strip);
-    while (n > 0 && n < text.n && f->trim.n && memchr(f->trim.p, text.p[n], f->trim.n)) n++;
-    return n;
-}
-
-static Bytes content_of(const Tokenizer *tok, const Conversation *talk, size_t i) {
-    const Bytes whole = bytes_of(&talk->p[i].text);
-    const Bytes text = tok->chat.strips ? strip(tok, whole, true) : whole;
-    const bool earlier = talk->p[i].role == ASSISTANT && i + 1 < talk->n;  // else it goes on
-    const size_t cut = earlier ? thinking_length(&tok->chat, text) : 0;
-    const Bytes content = bytes_from(text, cut);
-    return cut && tok->chat.keeps ? strip(tok, content, true) : content;
 }
 
 // The order of ids: one that begins others comes before them. Then that of texts, then of places
@@ -4281,7 +4275,7 @@ static const char *encode_choices(Engine *e, Bytes prompt) {
     const Ids *ids = &e->prompt;
     Choices *all = &e->next;
     Choice *const end = all->p + all->n;
-    const size_t kept = strip_end(tok, prompt).n ? tok->prefix.n : ids->n;  // no TEXT changes these
+    const size_t fixed = strip_end(tok, prompt).n ? tok->prefix.n : ids->n;  // these ids stay
     const size_t closing = e->may_think ? e->budget_text.n + 1 : 0;
     size_t same = ids->n;  // so many first ids of e->prompt no TEXT changes
     Buffer text = {0};
@@ -4292,8 +4286,8 @@ static const char *encode_choices(Engine *e, Bytes prompt) {
         text.n = prompt.n;
         buffer_add(&text, bytes_of(&c->text));
         encode_part(tok, bytes_of(&text), e->mode == GENERATE, &c->ids);
-        for (size_t i = kept; i < same; i++)
-            if (i - kept == c->ids.n || c->ids.p[i - kept] != ids->p[i]) same = i;
+        for (size_t i = fixed; i < same; i++)
+            if (i - fixed == c->ids.n || c->ids.p[i - fixed] != ids->p[i]) same = i;
     }
     free(text.p);
     if (interrupted) return NULL;
@@ -4301,7 +4295,7 @@ static const char *encode_choices(Engine *e, Bytes prompt) {
     for (Choice *c = all->p; c < end; c++) {
         const Ids whole = c->ids;
         c->ids = (Ids){0};
-        for (size_t i = same - kept; i < whole.n; i++) ids_add(&c->ids, whole.p[i]);
+        for (size_t i = same - fixed; i < whole.n; i++) ids_add(&c->ids, whole.p[i]);
         free(whole.p);
         c->n_tokens = c->ids.n - min_size(c->ids.n, all->before);
         if (c->n_tokens + closing > e->reserve) e->reserve = c->n_tokens + closing;
@@ -4325,7 +4319,7 @@ static void ask(Engine *e, Text *t) {
     const Ids *ids = t->slot->thinking ? &e->budget_text : closed ? &e->after_think : NULL;
     for (size_t i = 0; ids && i < ids->n; i++) add_id(&e->tokenizer, t, ids->p[i]);
     go_back(e, t, t->ids.n - 1);  // the logits of the last id are needed, perhaps once more
-    t->slot->marks[1] = t->ids.n - t->slot->own.choices.before;  // what all TEXTs have in common
+    t->slot->next_turn_at = t->ids.n - t->slot->own.choices.before;  // all TEXTs begin so
     t->slot->choice = FIRST_IDS;
     t->asks = true;
     t->n_prompt = t->ids.n;  // what all TEXTs follow
@@ -4390,7 +4384,8 @@ static bool next_choice(Engine *e, Text *t) {
 // Returns whether thinking is drawn before given answers.
 static bool thinks_first(const Engine *e) { return e->may_think && e->options.n != 0; }
 
-// Returns how many ids a prompt and its thinking may have: then given answers still fit.
+// Returns how many ids a prompt and its thinking may have: then given answers still fit. (Thinking
+// ends one before: append_id adds an id first, and then asks whether the next has room.)
 static size_t room_of(const Engine *e) {
     return e->model.context - min_size(e->model.context, e->reserve);
 }
@@ -4623,7 +4618,7 @@ static void buffer_add_choices(Buffer *out, const Slot *slot, const char *const 
 }
 
 static void buffer_add_score(Buffer *out, const Text *t, const char *const *names, bool object) {
-    const size_t n = t->slot->own.all.n - 1;
+    const size_t n = t->slot->own.prompt.n - 1;
     const double nll = t->nll / n, ppl = exp(nll), most = object ? DBL_MAX : INFINITY;  // of JSON
     if (!object) buffer_print(out, "%s ", names[0]);
     buffer_print(out, object ? "%zu,\"%s\":%.*f,\"%s\":%.4f" : "%zu %s %.*f %s %.4f", n,
@@ -4775,6 +4770,23 @@ static bool respond(Engine *e) {
 
 // ------------------------------------------------------------------------------------------------
 // Turns: a question is added, the conversation rendered, and the answer added; or neither stays.
+
+// Returns how long an answer's thinking is: all to the last </think>, even one that is quoted, and
+// the newlines after it (f->trim); 0 without one.
+static size_t thinking_length(const ChatFormat *f, Bytes text) {
+    size_t n = find_last(text, f->strip);
+    while (n > 0 && n < text.n && f->trim.n && memchr(f->trim.p, text.p[n], f->trim.n)) n++;
+    return n;
+}
+
+static Bytes content_of(const Tokenizer *tok, const Conversation *talk, size_t i) {
+    const Bytes whole = bytes_of(&talk->p[i].text);
+    const Bytes text = tok->chat.strips ? strip(tok, whole, true) : whole;
+    const bool earlier = talk->p[i].role == ASSISTANT && i + 1 < talk->n;  // else it goes on
+    const size_t cut = earlier ? thinking_length(&tok->chat, text) : 0;
+    const Bytes content = bytes_from(text, cut);
+    return cut && tok->chat.keeps ? strip(tok, content, true) : content;
+}
 
 // Encodes a conversation, as render does, or the only message of another mode. A raw answer needs
 // at least one id before it. (The blanks before a text's own given answers are encoded with these.)
@@ -5441,6 +5453,7 @@ static const char *expect_text(Json row) {
 static void json_object(Json *j, int kind, Buffer *out) {
     const Bytes text = json_member(*j, "text").rest, messages = json_member(*j, "messages").rest;
     Json all = *j;
+    Buffer twice = {0};  // members that results have, too, as jq names them
     json_take(&all, "{");
     buffer_add(out, bytes("{"));
     for (int i = 0; json_next(&all, "}", i == 0); i++) {
@@ -5451,14 +5464,17 @@ static void json_object(Json *j, int kind, Buffer *out) {
         while (*ignored && !bytes_are(name, *ignored)) ignored++;
         const bool kept = !*added && !bytes_are(name, "text") && !bytes_are(name, "messages");
         if (*ignored) buffer_print(&j->ignored, ", %s", *ignored);
-        if (*added)
-            j->error = say("has a member \"%s\", which this run adds; to take it away: jq "
-                           "'del(.%s)' -c; to keep it: jq -c '.gold = .%s | del(.%s)'", *added,
-                           *added, *added, *added);
+        if (*added) buffer_print(&twice, twice.n ? ", .%s" : ".%s", *added);
         json_value(&all, 1);
         if (kept) buffer_add(out, (Bytes){member, all.rest.p - member});
         if (kept) buffer_add(out, bytes(","));
     }
+    const char *names = (const char *)twice.p;
+    if (names)
+        j->error = say("has what this run adds, %s; jq -c 'del(%s)' takes it away; to keep one of "
+                       "them: jq -c '.gold = %.*s | del(%s)'", names, names,
+                       (int)strcspn(names, ","), names, names);
+    free(twice.p);
     if (j->error) return;
     json_check(j, text.n ? !messages.n && *text.p == '"' : messages.n && *messages.p == '[',
                "text or messages", !text.n == !messages.n ? expect_text(*j) : EITHER);
@@ -5575,7 +5591,7 @@ static void count_line(List *l, size_t number, const Text *t, const char *error)
     if (!t) return;
     const Slot *slot = t->slot;
     double sum, mass = 1;
-    l->prompt_tokens += slot->own.all.n;
+    l->prompt_tokens += slot->own.prompt.n;
     l->cached += slot->cached;
     l->drawn += slot->drawn;
     l->endings[t->ending]++;
@@ -5584,7 +5600,7 @@ static void count_line(List *l, size_t number, const Text *t, const char *error)
         slot->own.choices.p[find_likeliest(slot, &sum, &mass)].n_chosen++;
     l->unlikely += mass < 0.1;
     l->closed[slot->closed_by]++;
-    l->pieces += l->e->mode == PERPLEXITY && slot->own.all.n > t->context;
+    l->pieces += l->e->mode == PERPLEXITY && slot->own.prompt.n > t->context;
 }
 
 // Ends line `number` with its text's result, its ids or an error. Writes what is done, in order.
@@ -5851,12 +5867,6 @@ static void open_out(List *l) {
     free(in.data.p);
     if (dup2(in.fd, STDOUT_FILENO) < 0) die("%s: %s", file, strerror(errno));
     stdout_name = file;
-}
-
-static bool same_file(int a, int b) {  // of regular files; Windows' fstat has no inode
-    struct stat x, y;
-    return fstat(a, &x) == 0 && fstat(b, &y) == 0 && S_ISREG(x.st_mode) && x.st_ino != 0 &&
-           x.st_ino == y.st_ino && x.st_dev == y.st_dev;
 }
 
 // Opens the list, and with -w also FILE: then skips the lines that it has, but for the last ones.
@@ -7432,6 +7442,12 @@ static int file_open(const char *path, bool append) {
 static double file_size(int fd) {
     struct stat st;
     return fstat(fd, &st) == 0 && S_ISREG(st.st_mode) ? (double)st.st_size : 0;
+}
+
+static bool same_file(int a, int b) {
+    struct stat x, y;  // on Windows fstat has no inode
+    return fstat(a, &x) == 0 && fstat(b, &y) == 0 && S_ISREG(x.st_mode) && x.st_ino != 0 &&
+           x.st_ino == y.st_ino && x.st_dev == y.st_dev;
 }
 
 #ifndef PLAIN

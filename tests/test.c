@@ -1024,7 +1024,7 @@ static void start_engine(Engine *e, const Sampler *sampler) {
     hash_at(e, 0, 0);  // allocates it
     e->order[0] = &e->places[0];
     e->places[0] = (Text){.sampler = *sampler, .writer = &writer, .slot = &e->slots[0]};
-    e->slots[0].own.all.p = grow(NULL, &e->slots[0].own.all.cap, 0, 200, sizeof(int));
+    e->slots[0].own.prompt.p = grow(NULL, &e->slots[0].own.prompt.cap, 0, 200, sizeof(int));
 }
 
 typedef struct {

@@ -7,8 +7,8 @@ import struct
 
 import pytest
 import conftest
-from conftest import (QUOTED_QWEN3, TINY, assert_error, change_sections, copy_model, export, make_checkpoint, output,
-                      perplexity, qwen3, shell, tokenize)
+from conftest import (QUOTED_QWEN3, TINY, assert_error, change_sections, copy_model, export, make_checkpoint,
+                      needs_address_space, output, perplexity, qwen3, shell, tokenize)
 from reference import Model
 from tokenizers import Tokenizer
 from test_templates import CHATML as THINKS
@@ -278,7 +278,7 @@ def test_own_answers_are_those_of_all(tiny):
 @pytest.mark.parametrize("own, error", [
     ("", 'no member "own", expected an array of this name'), (', "own": "a"', "an array of two"), (', "own": ["a"]', "an array of two"),
     (', "own": ["a", 7]', "an array of two"), (', "own": ["a", ""]', "none empty"),
-    (', "own": ["a", "b"], "nll": 1', "which this run adds"), (', "own": ["a", "%s"]' % ("b c " * 99), "too long")])
+    (', "own": ["a", "b"], "nll": 1', "what this run adds, .nll"), (', "own": ["a", "%s"]' % ("b c " * 99), "too long")])
 def test_wrong_answers_of_a_row(tiny, own, error):
     """Its error; the others run."""
     data = f'{{"text": "x"{own}}}\n"x"\n{{"text": "x", "own": ["a", "b"]}}\n'.encode()

@@ -120,9 +120,9 @@ def test_guesses(chain, tokenizer):
 
 @pytest.mark.parametrize("form, place, word", [
     ("a(b", 4, "expected )"), ("a)", 2, "expected its end"), ("[z-a]", 2, "low to high"), ("a**", 3, "repeat"), ("a*?", 3, "lazy"),
-    ("a++", 3, "possessive"), ("(?=x)", 1, "group"), ("x(?!y)", 2, "group"), ("(?P<n>a)", 1, "group"), ("(?<=a)b", 1, "group"),
+    ("a++", 3, "possessive"), ("(?=x)", 1, "group"), ("(?i)a", 1, "without flags"), ("x(?!y)", 2, "group"), ("(?P<n>a)", 1, "group"), ("(?<=a)b", 1, "group"),
     (r"a\q", 2, r"\uHHHH"), (r"(a)\1", 4, r"\uHHHH"), (r"\bno", 1, r"\uHHHH"), ("x{3,1}", 2, "low to high"), ("a{,3}", 3, "{2,3}"),
-    ("a{2", 4, "expected }"), ("\\", 2, "a character"), ("[a", 3, "a character"), ("*a", 1, "before this"),
+    ("a{2", 4, "expected }"), ("\\", 2, "a character"), ("[a", 3, "] after a set"), ("*a", 1, "before this"),
     ("a^b", 2, "before this"), ("a$b", 3, "its end"), (r"[\d-z]", 2, "low to high"), (r"\x4", 1, "hexadecimal"),
     (r"ab\u12", 3, "hexadecimal"), (r"\ud83d\ude00", 1, "half"), (r"[^\s\S]", 8, "characters"), ("é{", 4, "{2,3}"), (b"a\xff", 2, "a character"),
     ("(" * 101 + ")" * 101, 101, "100 groups")])

@@ -187,7 +187,7 @@ A, B = ({"type": "object", "properties": {"k": {"const": x}}, "required": ["k"]}
     ({"oneOf": [A, B | {"required": []}, B]}, "$.oneOf[2]: oneOf"), ({"oneOf": [{"const": 1}, {"enum": [2, 1.0]}]}, "$.oneOf[1]: oneOf"),
     ({"oneOf": [{"const": True}, {"const": 1}, {"const": 2}, {"const": 1}]}, "$.oneOf[3]: oneOf"),
     ({"type": "string", "pattern": "a", "maxLength": 3}, "$.maxLength: "), ({"type": "object", "properties": {"x": False}}, "$.properties.x: "),
-    ({"type": "array", "items": [{"type": "null"}]}, "$.items: "), ({"const": "\ud800"}, "$"), ({"const": float("inf")}, "$"), ({"enum": "abc"}, "$.enum: "),
+    ({"type": "array", "items": [{"type": "null"}]}, "$.items: "), ({"const": "\ud800"}, "$"), ({"const": float("inf")}, "$"), ({"enum": "abc"}, "$.enum: "), ({"type": "object"}, "$: any members"),
     ({"$ref": "#/$defs/A", "$defs": {"A": {"type": "array", "items": {"$ref": "#/$defs/A"}}}}, "$.$defs.A"),
     ({"$ref": "#/$defs/0", "$defs": {str(n): {"anyOf": [{"$ref": f"#/$defs/{n + 1}"}] * 2} for n in range(40)} | {"40": {"type": "null"}}}, "$.$defs"),
     ({"$ref": "#/$defs/0", "$defs": {str(n): {"type": "array", "items": {"$ref": f"#/$defs/{n + 1}"}} for n in range(40)} | {"40": {"type": "null"}}}, "$.$defs"),
@@ -216,7 +216,7 @@ def test_command_line(tmp_path):
     path.write_text(json.dumps(PYDANTIC))
     done = run("--form", path)
     assert done.returncode == 0 and done.stderr == "" and done.stdout.count("\n") == 1
-    assert run("--form", "-", stdin=json.dumps(PYDANTIC)).stdout == done.stdout
+    assert run("--form", "-", stdin=json.dumps(PYDANTIC)).stdout == run(f"--form={path}").stdout == done.stdout
     row = {"id": "0" * 8 + "-0000" * 3 + "-" + "0" * 12, "day": "2024-02-29", "pet": {"kind": "cat", "lives": 9}, "price": 0.05, "tags": ["ok"]}
     assert re.fullmatch(done.stdout[:-1], json.dumps(row)) and re.fullmatch(done.stdout[:-1], json.dumps(row | {"day": None}, indent=2))
     for wrong in {"pet": {"lives": 9}}, {"pet": {"kind": "dog", "lives": 9}}, {"price": 0.0}, {"day": "2023-02-29"}, {"tags": ["ok"] * 4}:

@@ -125,10 +125,12 @@ def test_added_names(tiny, mode):
             row = b'{"a":1,"%s":"old","b":2,"text":"Hello there"}' % written.encode()
             lines, error = run_json(tiny, row, *options(mode), status=1)
             what = errors_of(error)[1]
-            assert f'"{name}"' in what and f"jq 'del(.{name})'" in what
+            assert f"adds, .{name};" in what and f"jq -c 'del(.{name})'" in what
             assert f"jq -c '.gold = .{name} | del(.{name})'" in what
             first = MODES[mode][0].encode()
             assert lines == [b'{"a":1,"b":2,"%s":null,"error":%s}' % (first, json.dumps(what).encode())]
+    _, error = run_json(tiny, b'{"error":1,"%s":2,"text":"a"}' % first, *options(mode), status=1)
+    assert f"jq -c 'del(.error, .{first.decode()})'" in errors_of(error)[1] and "'.gold = .error | del" in errors_of(error)[1]
     for name in set(sum(MODES.values(), [])) - set(MODES[mode]):    # another mode's
         lines, _ = run_json(tiny, b'{"%s":0,"text":"Hello there"}' % name.encode(), *options(mode))
         assert lines[0].startswith(b'{"%s":0,' % name.encode())
