@@ -1374,7 +1374,7 @@ typedef struct Pass {
     int logit_rows;    // the most rows that get logits
     int n_blocks;      // of the KV cache
     int block_len;     // positions of a block: it has their keys and values in all layers
-    int draft_rows;    // of a tile: together faster than one by one
+    int draft_rows;    // rows of a tile: together faster than one by one
     float *cache;      // (n_blocks) see The KV cache, Part III
     Row *rows;         // (batch)
     float *cos, *sin;  // (batch, rotary_dim / 2)  as in State, for each row
@@ -1411,7 +1411,9 @@ static void cache_copy(const Pass *p, int to, int from);  // a block: all keys a
 static size_t block_size(const Config *c);                // floats of a block of the cache
 
 static uint64_t hash_of(uint64_t seed, const void *bytes, size_t n);  // finds damage, no forgery
-static bool file_move(int fd, void *p, size_t n, uint64_t at, bool writes);  // or reads, at `at`
+// Reads at `at`; or writes where the last write ended, so parts come in FILE's order. Returns false
+// if it fails, or the file ends.
+static bool file_move(int fd, void *p, size_t n, uint64_t at, bool writes);
 
 // file_create makes a new file beside `path`, and its name. file_replace closes it. If it is whole,
 // it replaces `path`. Else, or if it can't (errno), it is removed, and the result is false.
@@ -1533,8 +1535,9 @@ static size_t find_last(Bytes text, Bytes part) {
 //
 //   0x00  u32 magic 0x616A6331, u32 version 1
 //   0x08  the numbers that take_header takes, u32 or float; the last one is at 0x98
-//   0x9C  u64 a hash of the weights, which export.py makes (-K tells models apart by it), or 0
-//   0x70  with layer_bits 4, the 16 int8 levels, ascending; all other bytes must be zero
+//   0x70  with layer_bits 4, the 16 int8 levels, ascending
+//   0x9C  u64 a hash of the weights, which export.py makes (-K tells models apart by it), or 0; all
+//         other bytes must be zero
 //
 // take_weights has the weights in their order, each for all layers before the next. A Matrix is its
 // bytes, then its scales. Both are in panels (see weight_int) if the header has panels = 1, else
@@ -1835,7 +1838,7 @@ typedef struct Tables {
     bool no_systems;       // the chat template has no form for a system message
     Bytes from;            // what it was exported from, and how
     Sampler advice;        // temperature, top_p, top_k and penalties that its makers advise
-    Sampler plain_advice;  // that, but repetition, for a chat whose thinking is switched off
+    Sampler plain_advice;  // these, except repetition, for a chat whose thinking is off
 } Tables;
 
 static const float ADDED_SCORE = -1e6f;  // tokens that come out of merges have a higher score
@@ -2282,7 +2285,7 @@ static void merge_piece(const Tokenizer *tok, Bytes piece, Ids *out) {
 #endif
 
 // Returns a text without the blanks at its end, U+3000 and the like, too. With both_ends, it loses
-// them at both, and they are those of Python's str.strip(), which are U+1C to U+1F, too.
+// them at both, and they are those of Python's str.strip(), which include U+1C to U+1F.
 static Bytes strip(const Tokenizer *tok, Bytes text, bool both_ends) {
     size_t start = 0, end = 0;
     for (size_t at = 0; at < text.n;) {
@@ -2298,11 +2301,12 @@ static Bytes strip_end(const Tokenizer *tok, Bytes text) { return strip(tok, tex
 
 // ------------------------------------------------------------------------------------------------
 // Forms (-g): an answer matches a regular expression, from its first byte to its last. This becomes
-// steps (Thompson 1968). Each leads to the next one, but for two kinds:
+// steps (Thompson 1968), of three kinds:
 //
-//   CHARS   waits for a character of a set      X|Y     FORK to Y, X, JUMP to the end, Y
-//   FORK    leads to another step, too          X{1,2}  X, FORK to the end, X
-//   JUMP    leads to another step               X*      FORK to the end, X, FORK to X
+//   CHARS   waits for a character of a set,     X|Y     FORK to Y, X, JUMP to the end, Y
+//           and leads to the next step          X{1,2}  X, FORK to the end, X
+//   FORK    leads to the next and another one   X*      FORK to the end, X, FORK to X
+//   JUMP    leads to another one
 //
 // The last step of all waits, too: there the answer may end. A text's state is which steps wait. A
 // state has a mask, a bit for each id: 1 if the answer may go on with it. States and masks are made
@@ -2411,6 +2415,8 @@ static int next_state(Form *f, int state, uint8_t byte) {
     const bool begun = s.lacks > 0, any = s.low > s.high;
     const int lacks = begun ? s.lacks - 1 : (byte >= 0x80) + (byte >= 0xE0) + (byte >= 0xF0);
     const int unit = 1 << 6 * lacks;  // so many characters begin with the same bytes, this one too
+    // from .. to, which may begin as far as this: those that differ only in this byte are a unit
+    // apart. bits: the number of the unit that this byte chooses.
     int from = any ? 0 : begun ? s.low : least[lacks];
     int to = any ? 64 * unit - 1 : begun ? s.high : least[lacks + 1] - 1;
     const int bits = begun ? to / unit / 64 * 64 + (byte & 63) : lacks ? byte & 63 >> lacks : byte;
@@ -2652,7 +2658,7 @@ static void take_count(Expression *x, int *least, int *most) {
 
 static void add_repeated(Expression *x) {
     Form *f = x->form;
-    const int begin = add_step(f, (Step){FORK, 1, 0, 0});
+    const int begin = add_step(f, (Step){FORK, 1, 0, 0});  // to the next step, until a count forks
     int least = 1, most = 1;
     add_atom(x);
     take_count(x, &least, &most);
@@ -2667,7 +2673,7 @@ static void add_ways(Expression *x) {  // X|Y
     Form *f = x->form;
     int jump = -1;  // the last JUMP to the end. Its `to` is the number of the one before, or -1
     do {
-        const int fork = add_step(f, (Step){FORK, 1, 0, 0});
+        const int fork = add_step(f, (Step){FORK, 1, 0, 0});  // to the next step, until | forks
         while (*x->at && !strchr("|)$", *x->at)) add_repeated(x);
         if (*x->at == '|') jump = add_step(f, (Step){JUMP, jump, 0, 0});
         if (*x->at == '|') f->steps[fork].to = jump + 1 - fork;
@@ -2934,10 +2940,11 @@ static Options parse_options(int argc, char **argv) {
 //   | first come ...     last come |        |
 
 enum { MOST_TEXTS = 32, MOST_GUESSED = 6 };  // that run together; that have guesses in a pass
-enum { KEPT_STEPS = 10, MOST_KEPTS = MOST_TEXTS + 4 + KEPT_STEPS };  // of -K; see count_kepts
+enum { KEPT_STEPS = 10, MOST_KEPTS = MOST_TEXTS + 4 + KEPT_STEPS };  // see count_kepts
 enum { ANY_STOP = -1 };                // a given answer's last id: any stop id. It never runs.
 enum { THINKS = -2, FIRST_IDS = -1 };  // Slot.choice: it thinks; then the TEXTs' first ids come
-enum { BY_BUDGET = GOES_ON, NOT_CLOSED = FAILED + 1 };  // Slot.closed_by is an Ending, or these
+enum { BY_BUDGET = GOES_ON, NOT_CLOSED = FAILED + 1 };  // Slot.closed_by: an Ending that closed
+                                                         // thinking, -r N, or none
 
 typedef struct Choice {  // a given answer
     Buffer text;
@@ -2972,7 +2979,7 @@ typedef struct Kept {  // what is kept of a text: when it ends or can't begin ye
 typedef struct Slot {  // what Part II has of a text, beside Text
     const struct Engine *engine;
     struct {           // memory of the place, which the next text there uses again
-        Ids prompt;    // with room for context + 1 ids: Text.ids lies in it, and may not need more
+        Ids prompt;    // and room for context + 1 more ids: Text.ids, a part, may not need more
         Buffer out;    // the answer of a text in a list, or an embedding
         Choices choices;  // the given answers: with -o @NAME its own, else those of all texts
         double *nll;   // (choices.n) -log of their probabilities
@@ -3095,7 +3102,7 @@ static void fill_place(Engine *e, Text *t, const Ids *prompt) {
     Ids *own = &slot->own.prompt;
     const Choices last = slot->own.choices;
     const size_t vocab_size = e->tokenizer.vocab_size;
-    own->p = grow(own->p, &own->cap, prompt->n, e->model.context + 1, sizeof(int));  // + guesses
+    own->p = grow(own->p, &own->cap, prompt->n, e->model.context + 1, sizeof(int));
     memcpy(own->p, prompt->p, prompt->n * sizeof(int));
     own->n = prompt->n;
     slot->own.out.n = 0;
@@ -3124,7 +3131,7 @@ static Text *add_text(Engine *e, const Ids *prompt, uint64_t rng, bool goes_on) 
     t->sampler.rng = rng;
     writer_thinks(t->writer, slot->thinking);
     // From the generation prompt on, the next turn differs. It is taken to begin with the last
-    // SPECIAL token. (A list's text that is alone may be a turn, too, of another program's chat.)
+    // SPECIAL token. (A list's first text may be a turn, too, of another program's chat.)
     size_t *mark = &slot->next_turn_at;
     if (e->mode == CHAT && (chooses(e) || e->n_texts == 1)) *mark = n - 1;
     while (*mark > 0 && !(e->tokenizer.kind[prompt->p[*mark]] & SPECIAL)) --*mark;
@@ -3272,9 +3279,9 @@ static void use_kept(Engine *e, Kept *kept) {
     e->kept[0] = used;
 }
 
-// With -K, puts the Kept that is missed least last, where the next one is made: one that is empty,
-// or not the text's beginning, else the one without which a run up to the text's end becomes longer
-// by the smallest factor. (64 is the smallest step: so short runs count for little.)
+// Puts last the Kept that the next one replaces: with -K, states and one place, an empty one, or
+// one with which the text does not begin, or else the one whose loss makes a rerun of the text
+// longer by the smallest factor. (+ 64: short reruns count little.)
 static void put_least_last(Engine *e, const Text *t) {
     Kept *const last = &e->kept[e->n_kept - 1], *least = last;
     double lowest = INFINITY;
@@ -3293,7 +3300,7 @@ static void put_least_last(Engine *e, const Text *t) {
 }
 
 // What ran of a text becomes a Kept in place of the last one: mostly the one that was used longest
-// ago. With states, what a list's text leaves comes last, because others part before it.
+// ago. With states and several places it comes last, because other texts part before it.
 static void keep_text(Engine *e, Text *t) {
     Blocks *blocks = &t->slot->own.blocks;
     const size_t n = has_state(e) && e->stopped ? 0 : t->n_run;
@@ -3419,7 +3426,8 @@ static bool should_wait(const Engine *e, const Text *t, size_t n) {
 }
 
 // Starts the first text that waits. Returns false if it waits on, for another text or for blocks:
-// beside its own, each must have one left, with states one more for a Kept. Alone it takes all.
+// for each text that runs then, one block must stay unused, with states also one for a Kept. Alone
+// it takes all.
 static bool start_text(Engine *e) {
     Text *t = e->order[e->n_running];
     const Kept from = find_beginning(e, t);
@@ -3542,6 +3550,7 @@ static void draft_texts(Engine *e) {
     for (int i = 0; i < e->n_running; i++) {
         Text *t = e->order[i];
         const bool whole = t->slot->right > 0 && t->slot->right == t->slot->guesses;
+        // Each guess must get a row of logits, because draw reads it; make_rows adds what fits.
         const int rows = min_int((1 + whole) * e->pass->draft_rows, e->pass->logit_rows);
         t->slot->guesses = t->slot->right = 0;
         if (decodes) draft_text(e, t, rows / e->n_running - 1);
@@ -3567,7 +3576,7 @@ static bool wants_state(const Engine *e, const Text *t, size_t n) {
 }
 
 // Begins a Kept of a text's first n ids: the last Kept makes room. Returns where this pass saves
-// the state, or NULL if this pass makes the last one, too.
+// the state, or NULL if this pass makes all of them already.
 static float *make_kept(Engine *e, const Text *t, size_t n) {
     Kept *kept = &e->kept[e->n_kept - 1];
     put_least_last(e, t);
@@ -3628,7 +3637,8 @@ static void draw(Engine *e, int i) {
         const size_t n = t->ids.n;
         const int guess = slot->right < slot->guesses ? t->ids.p[n] : -1;
         t->ending = draw_next(&e->tokenizer, t, logits_of(e, row));
-        const bool closed = t->ids.n > n + 1;  // budget_text follows it
+        // If budget_text, or with -g after_think, follows it, the next mask is not made yet.
+        const bool closed = t->ids.n > n + 1;
         if (t->ending != GOES_ON || closed || t->ids.p[n] != guess) break;
         slot->right++;
     }
@@ -3636,8 +3646,8 @@ static void draw(Engine *e, int i) {
     else copy_state(e, slot->own.state, e->before[i]);  // the right ones run again
 }
 
-// Does what use_output does, for all texts: first for the rows whose next id is
-// there, then for each text. (A row of a text that is drawn is left alone: draw needs its logits.)
+// Does what use_output does, for all texts: first for the rows whose next id is there, then for
+// each text. (A row of a text that is drawn is left alone: draw needs its logits.)
 static void end_pass(void *arg) {
     Engine *e = arg;
     EACH (i, e->mode == EMBED ? 0 : e->pass->n_needed, 1) {
@@ -3712,13 +3722,13 @@ static bool run_pass(Engine *e) {
 
 // ------------------------------------------------------------------------------------------------
 // A file of what is kept (-K FILE), for later runs whose prompts begin alike. When a run begins,
-// FILE becomes Kepts. When it ends, FILE gets the Kept of one text and those with which this text
-// begins: the text that ran last, of a list with states what its texts took last. Only the time
-// depends on FILE, because a row's results are the same in all runs.
+// FILE becomes Kepts. When it ends, FILE gets the first Kept, and with states those with which its
+// text begins. It is of the text that ended last; with states and several places, of what a text
+// took last. Only the time depends on FILE, because a row's results are the same in all runs.
 //
-// A state can't be cut, and nobody knows where the next prompt will differ. So is_step makes Kepts
-// from which that one runs at most 64 ids or eight times what differs, and a block. Where it does
-// differ from FILE's text, set_mark makes one more, for the prompt after it. FILE has
+// Nobody knows where the next prompt will differ. So is_step makes Kepts such that it reruns at
+// most 64 ids, or eight times those that differ, and a block. Where it does differ from FILE's
+// text, set_mark makes one more, for the prompt after it. FILE has
 //
 //   Head             which Kepts there are, and what the bits of all else depend on
 //   int ids[n]       of the text
@@ -3747,8 +3757,9 @@ typedef struct {  // FILE, while it is read or written
     int n_kepts;                // of Head
     Ids ids;
     uint64_t hash;              // of Head, then of Head and ids: the next part's begins with it
-    Blocks blocks;              // the first blocks and states: where they are here. The others are
-    float *states[MOST_KEPTS];  // left out: the context is smaller, or Kepts are fewer
+    // Here, from the first on, those that fit into the context and its Kepts:
+    Blocks blocks;
+    float *states[MOST_KEPTS];
     int n_states;
     _Atomic bool failed;        // to read or write these
 } Filed;
@@ -3777,8 +3788,8 @@ static Head make_head(const Engine *e, size_t n) {
     return head;
 }
 
-// Reads or writes a part, at this byte of FILE, and its hash. Returns the hash, or 0 if this fails,
-// if FILE has another, or after Ctrl-C.
+// Reads or writes the part at this byte of FILE, and its hash. Parts are written in order (see
+// file_move). Returns the hash, or 0 if this fails, if FILE has another, or after Ctrl-C.
 static uint64_t move_part(Filed *f, void *part, size_t size, size_t at) {
     enum { PIECE = 1 << 18 };  // is hashed while the CPU's cache has it
     uint64_t hash = f->hash + at;
@@ -3812,8 +3823,8 @@ static void read_data(void *arg) {
     EACH (i, f->blocks.n + f->n_states, 1) move_data(arg, i);
 }
 
-// Reads or writes what follows Head. Returns false if it fails. (Writing has no loop over threads,
-// because the program may end in the middle of one.)
+// Reads or writes what follows Head. Returns false if it fails. (Writing has no loop over threads:
+// it goes in order, and the program may end in the middle of one.)
 static bool move_rest(Filed *f) {
     f->hash = move_part(f, f->ids.p, f->ids.n * sizeof(int), IDS_AT);
     f->failed = f->hash == 0;
@@ -4114,8 +4125,9 @@ static const char end_of_budget[] =  // of Qwen3's technical report, section 4.3
     "\n\nConsidering the limited time by the user, I have to give the solution based on the "
     "thinking directly now.\n</think>\n\n";
 
-static const struct { const char *by, *name; } endings[] = {  // what ends an answer, or thinking
-    [BY_BUDGET] = {"-r", NULL}, [COMPLETE] = {"an end token", "stop"},  // name: "end" of an object
+// What ends an answer, or thinking; its name is the "end" of an object.
+static const struct { const char *by, *name; } endings[] = {
+    [BY_BUDGET] = {"-r", NULL}, [COMPLETE] = {"an end token", "stop"},
     [IN_THINKING] = {"an end token", "thinking"}, [LIMIT_REACHED] = {"-n", "length"},
     [CONTEXT_ENDED] = {"a full context (-c)", "context"},
     [REPEATS] = {"repeating itself (-e 1.1 helps, -n -1 lets it go on)", "loop"}};
@@ -4164,7 +4176,7 @@ static Ending add_formed(const Tokenizer *tok, Text *t, int id) {
     Form *f = slot->engine->form;
     const Ids *after = &slot->engine->after_think;
     const uint32_t *allowed = allowed_ids(t);  // NULL: it thinks
-    if (allowed && !(allowed[id / 32] >> id % 32 & 1)) return FAILED;
+    if (allowed && !(allowed[id / 32] >> id % 32 & 1)) return FAILED;  // logits of a damaged model
     if (allowed) t->writer->trims = false;
     if (slot->form < FIRST_OTHER) slot->form_start = t->ids.n;
     Ending ending = add_id(tok, t, id);
@@ -4204,8 +4216,8 @@ static Ending accept_id(const Tokenizer *tok, Text *t, int id) {
 // ------------------------------------------------------------------------------------------------
 // Given answers (-o): how likely is it that the answer begins with each of several TEXTs? First the
 // thinking is drawn, if any. Then the last logits give the first id of each TEXT its nll. Then each
-// TEXT of more ids takes the place of the one before: so the blocks of the prompt and the thinking
-// stay. (Alone, a text has helpers, which score other TEXTs in the same passes.) Where the ids of
+// TEXT of more ids takes the place of the one before: so the prompt and the thinking do not run
+// again. (Alone, a text has helpers, which score other TEXTs in the same passes.) Where the ids of
 // one TEXT begin another's, the answer also has to end after the shorter one. So at most one comes
 // true, and probabilities add up. All texts have the same TEXTs, or each its own (-o @NAME).
 
@@ -4267,16 +4279,16 @@ static void compare_all(Choices *all) {
 }
 
 // Encodes the given answers of the next text: with -m generate -o @NAME each together with its
-// prompt, else `prompt` is empty. As in lm-evaluation-harness, as many first ids as e->prompt has
-// count as the prompt's. If a TEXT changes some of these, the ids of all TEXTs begin with the first
-// id of e->prompt that any TEXT changes. Returns what is wrong, or NULL.
+// prompt, else `prompt` is empty. Joined to its prompt, a TEXT may change the prompt's last ids:
+// then the ids of all TEXTs begin at the first one that any changes. As in lm-evaluation-harness,
+// those after as many as e->prompt has are the TEXT's own. Returns what is wrong, or NULL.
 static const char *encode_choices(Engine *e, Bytes prompt) {
     const Tokenizer *tok = &e->tokenizer;
     const Ids *ids = &e->prompt;
     Choices *all = &e->next;
     Choice *const end = all->p + all->n;
     const size_t fixed = strip_end(tok, prompt).n ? tok->prefix.n : ids->n;  // these ids stay
-    const size_t closing = e->may_think ? e->budget_text.n + 1 : 0;
+    const size_t closing = e->may_think ? e->budget_text.n : 0;
     size_t same = ids->n;  // so many first ids of e->prompt no TEXT changes
     Buffer text = {0};
     if (prompt.n && (prompt.n + 40.0) * all->n > 25e6)
@@ -4313,12 +4325,13 @@ static const char *encode_choices(Engine *e, Bytes prompt) {
     return NULL;
 }
 
-// Closes any thinking, in spite of -n. The last id runs again: its logits score TEXTs' first ids.
+// Closes any thinking, in spite of -n. The last id runs now, or again: its logits score the TEXTs'
+// first ids.
 static void ask(Engine *e, Text *t) {
     const bool closed = e->mode == CHAT && t->ids.p[t->ids.n - 1] == e->tokenizer.end_think;
     const Ids *ids = t->slot->thinking ? &e->budget_text : closed ? &e->after_think : NULL;
     for (size_t i = 0; ids && i < ids->n; i++) add_id(&e->tokenizer, t, ids->p[i]);
-    go_back(e, t, t->ids.n - 1);  // the logits of the last id are needed, perhaps once more
+    go_back(e, t, t->ids.n - 1);
     t->slot->next_turn_at = t->ids.n - t->slot->own.choices.before;  // all TEXTs begin so
     t->slot->choice = FIRST_IDS;
     t->asks = true;
@@ -4384,15 +4397,14 @@ static bool next_choice(Engine *e, Text *t) {
 // Returns whether thinking is drawn before given answers.
 static bool thinks_first(const Engine *e) { return e->may_think && e->options.n != 0; }
 
-// Returns how many ids a prompt and its thinking may have: then given answers still fit. (Thinking
-// ends one before: append_id adds an id first, and then asks whether the next has room.)
+// Returns how many ids a prompt and its thinking may have: then given answers still fit.
 static size_t room_of(const Engine *e) {
     return e->model.context - min_size(e->model.context, e->reserve);
 }
 
 // Begins the life of a text with -o: it thinks first, if it may and has room, or is asked at once.
 static void start_asking(Engine *e, Text *t, bool goes_on) {
-    t->context = room_of(e) - 1;
+    t->context = room_of(e) - 1;  // append_id adds an id, then asks for room
     t->slot->choice = THINKS;
     if (goes_on || !thinks_first(e) || t->ids.n > t->context) ask(e, t);
 }
@@ -4481,7 +4493,7 @@ static void show_settings(const Engine *e) {
         report("system prompt of the chat template: %.*s", (int)min_size(text.n, 4000), text.p);
 }
 
-// Says once if a TEXT, and if a raw prompt has a blank where answers mostly have none.
+// Says once of a TEXT, and once of a raw prompt, that it has a blank where most have none.
 static void check_blanks(Engine *e) {
     const Tokenizer *tok = &e->tokenizer;
     const Ids *ids = &e->prompt;
@@ -5187,7 +5199,8 @@ static void prepare_answers(Engine *e) {
     if (error) die("-o: %s", error);
 }
 
-// Returns the context: -c (0: the model's), or what a quarter of the memory holds, 4,096 or more.
+// Returns the context: -c (0: the model's), or what a quarter of the memory holds, at least
+// 4,096 or the model's own.
 static int choose_context(const Engine *e) {
     const Config *c = &e->model.config;
     const int asked = e->options.context, least = modes[e->mode].least, most = c->max_seq_len;
@@ -5428,8 +5441,8 @@ static int json_message(Json *j, Conversation *talk) {
     return role;
 }
 
-// What jq makes of a row that has both, or of other programs' rows: of those with a certain member,
-// or of the last kind. Where this is NULL, the member becomes the text or the messages.
+// What jq makes of a row that has both, of other programs' rows by a member that they have, or of
+// any other row (NAME). NULL: that member becomes the text or the messages.
 static const struct { const char *member, *jq; } other_rows[] = {
     {"text", "del(.text)"}, {"role", "[.]"}, {"body", "{custom_id} + .body"}, {"prompt", NULL},
     {"conversations", ".messages = [.conversations[] | {role: (.from // .role | {human: \"user\", "
@@ -5570,7 +5583,7 @@ static void write_line(List *l) {
     const Bytes line = bytes_of(buffer);
     const size_t known = min_size(l->tail.n, line.n);
     const char *file = l->e->options.out;
-    const bool last = l->written > 0 && l->written + 1 >= l->in_file;  // and others were the same
+    const bool last = l->written > 0 && l->written + 1 >= l->in_file;  // only this line may differ
     if (!bytes_equal((Bytes){l->tail.p, known}, (Bytes){line.p, known}))
         die("%s: another run's (line %zu), expected this one's or a new FILE: the list, a prompt, "
             "the model, an option or the build has changed (a version before 7.0 wrote \\u000a for "
