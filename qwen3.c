@@ -3279,13 +3279,13 @@ static void use_kept(Engine *e, Kept *kept) {
     e->kept[0] = used;
 }
 
-// Puts last the Kept that the next one replaces: with -K, states and one place, an empty one, or
-// one with which the text does not begin, or else the one whose loss makes a rerun of the text
-// longer by the smallest factor. (+ 64: short reruns count little.)
-static void put_least_last(Engine *e, const Text *t) {
+// Puts last, and returns, the Kept that the next one replaces. With -K, states and one place it is
+// an empty one, or one with which the text does not begin, or else the one whose loss makes a rerun
+// of the text longer by the smallest factor. (+ 64: short reruns count little.)
+static Kept *put_least_last(Engine *e, const Text *t) {
     Kept *const last = &e->kept[e->n_kept - 1], *least = last;
     double lowest = INFINITY;
-    if (!e->options.keep || !has_state(e) || e->most_texts > 1) return;
+    if (!e->options.keep || !has_state(e) || e->most_texts > 1) return last;
     for (Kept *k = last; k >= e->kept; k--) {
         const bool begins = k->n > 0 && count_common(t, k->ids, k->n) == k->n;
         size_t before = 0;  // ids of the Kept that would be taken in its place
@@ -3297,6 +3297,7 @@ static void put_least_last(Engine *e, const Text *t) {
     const Kept chosen = *least;
     memmove(least, least + 1, (last - least) * sizeof(*least));
     *last = chosen;
+    return last;
 }
 
 // What ran of a text becomes a Kept in place of the last one: mostly the one that was used longest
@@ -3306,8 +3307,7 @@ static void keep_text(Engine *e, Text *t) {
     const size_t n = has_state(e) && e->stopped ? 0 : t->n_run;
     cut_blocks(e, blocks, count_blocks(e, n));
     if (n == 0) return;
-    put_least_last(e, t);
-    Kept *last = &e->kept[e->n_kept - 1], old = *last;
+    Kept *last = put_least_last(e, t), old = *last;
     *last = (Kept){.ids = old.ids, .n = n, .blocks = *blocks, .state = t->slot->own.state};
     memcpy(last->ids, t->ids.p, n * sizeof(int));
     *blocks = old.blocks;
@@ -3578,8 +3578,7 @@ static bool wants_state(const Engine *e, const Text *t, size_t n) {
 // Begins a Kept of a text's first n ids: the last Kept makes room. Returns where this pass saves
 // the state, or NULL if this pass makes all of them already.
 static float *make_kept(Engine *e, const Text *t, size_t n) {
-    Kept *kept = &e->kept[e->n_kept - 1];
-    put_least_last(e, t);
+    Kept *kept = put_least_last(e, t);
     if (kept->from) return NULL;
     cut_blocks(e, &kept->blocks, 0);
     memcpy(kept->ids, t->ids.p, n * sizeof(int));
