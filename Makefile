@@ -90,8 +90,8 @@ portable: qwen3
 # What was built last: make portable install
 install:
 	test -x qwen3 || $(MAKE) qwen3
-	install -d '$(DESTDIR)$(PREFIX)/bin'
-	install qwen3 '$(DESTDIR)$(PREFIX)/bin'
+	install -d '$(DESTDIR)$(PREFIX)/bin' && install qwen3 '$(DESTDIR)$(PREFIX)/bin' || \
+		{ echo "expected: sudo make install, or make install PREFIX=~/.local" >&2; exit 1; }
 
 uninstall:
 	rm -f '$(DESTDIR)$(PREFIX)/bin/qwen3'
@@ -131,6 +131,9 @@ tests/.venv: FORCE
 
 check: tests/test
 	tests/test
+
+.DEFAULT:
+	@echo "make: $@: no such target, make help lists them" >&2; exit 2
 
 help:
 	@awk '!/^# / { exit } { print substr($$0, 3) }' Makefile

@@ -114,6 +114,7 @@ LIMITS = {"string": "pattern format minLength maxLength", "number": BOUNDS, "int
 TYPES = dict(zip([str, float, int, dict, list, bool, type(None)], LIMITS))  # Python's -> a schema's
 CHOICES = {"$ref": "", "const": "type", "enum": "type", "anyOf": "discriminator",
            "oneOf": "discriminator", "allOf": ""}  # in place of limits -> what may stand beside it
+INSTEAD = {"nullable": '"type": [..., "null"]', "required": "a list of names beside properties"}
 MOST_CASES, LONGEST_FORM = 1000, 100_000  # bytes: an argument of a command may have 128 KB
 MOST, WHOLE = 10 ** 18 - 1, "(?:0|[1-9][0-9]{0,17})"  # of a number without a bound
 SIMPLE = {"null": "null", "boolean": "(?:true|false)"}
@@ -177,6 +178,8 @@ class Part(NamedTuple):
         """The alternatives of a schema's values: each a type or "value", and its part."""
         self.need(type(self.value) is dict, "no schema", "an object")
         choice = next((key for key in (*CHOICES, "type") if key in self.value), None)
+        for key in self.value.keys() - NOTES.split() if not choice else ():
+            self.member(key).need(False, "not supported", f"type or {' or '.join(CHOICES)}")
         self.need(choice, "any value (an example?)", f"type or {' or '.join(CHOICES)}")
         chosen, types = self.member(choice), self.value.get("type", [])
         types = types if type(types) is list else [types]
@@ -185,7 +188,7 @@ class Part(NamedTuple):
         beside = CHOICES[choice] if choice in CHOICES else " ".join(map(LIMITS.get, types))
         for key in self.value:
             self.member(key).need(key in f"{choice} {beside} {NOTES}".split(), "not supported",
-                                  f"beside {choice} only {beside or 'notes'}")
+                                  INSTEAD.get(key, f"beside {choice} only {beside or 'notes'}"))
         if choice == "type":
             return [(kind, self) for kind in types]
         if choice == "$ref":
@@ -420,12 +423,17 @@ def print_form(args: list[str]) -> None:
             schema = json.loads(text, object_pairs_hook=take)
         except json.JSONDecodeError as error:
             raise FormError(f"no JSON Schema, expected JSON ({error})") from None
-        for inner in ("schema", "json_schema", "parameters"):
-            if type(schema) is dict and inner in schema and schema.get("type") != "object":
-                raise FormError(f"the schema stands in it: jq .{inner} FILE | export.py --form -")
+        path, inside = "", schema
+        while name := type(inside) is dict and inside.get("type") != "object" and next(
+                (x for x in ("json_schema", "schema", "function", "parameters") if x in inside), ""):
+            path, inside = f"{path}.{name}", inside[name]
+        if path:
+            raise FormError(f"the schema stands in it: jq {path} FILE | export.py --form -")
         sys.stdout.buffer.write(Part("$", schema, schema).write().encode() + b"\n")
     except (OSError, ValueError, RecursionError, FormError) as error:
-        line = f"export.py: {args[1]}: {getattr(error, 'strerror', 0) or error}"
+        if what := getattr(error, "strerror", None):
+            error = f"{what}, expected a file with a JSON Schema, or - for stdin"
+        line = f"export.py: {args[1]}: {error}"
         sys.exit("".join(c if c.isprintable() else ascii(c)[1:-1] for c in line))
 
 

@@ -1588,11 +1588,18 @@ static void die_export(const char *file, const char *what, int n, const char *so
     die("%s: %s, expected a .bin file, which this makes: export.py %.*s", file, what, n, source);
 }
 
+// Returns what may be wrong with the name of a file that can't be opened, for the end of a message.
+static const char *name_hint(const char *path) {
+    if (*path == '~' || strchr(path, '*')) return " (in quotes, ~ and * stay as they are)";
+    if (file_mode(say("%s.bin", path))) return say(" (%s.bin is there)", path);
+    return strchr(path, ' ') ? " (is it a prompt? that goes with -i)" : "";
+}
+
 // Ends the program if MODEL is no file, or another one than was meant.
 static void check_model(const char *path) {
     const char *slash = strchr(path, '/'), *last = strrchr(path, '/'), *end = strrchr(path, '.');
-    const bool on_hub = slash && slash == last && !strchr("./~", *path) &&
-                        !strstr(path, ".bin");  // ORGANIZATION/NAME
+    const bool on_hub = (slash && slash == last && !strchr("./~", *path) &&
+                         !strstr(path, ".bin")) || !strncmp(path, "https://", 8);
     const unsigned mode = file_mode(path);
     if (end > path && !strcmp(end, ".tokenizer"))
         die("%s: belongs to a model, expected %.*s", path, (int)(end - path), path);
@@ -1600,7 +1607,7 @@ static void check_model(const char *path) {
         die_export(path, "a part of a checkpoint", last > path ? (int)(last - path) : 1,
                    last ? path : ".");
     if (S_ISDIR(mode)) die_export(path, "a directory", INT_MAX, path);
-    if (on_hub && !mode) die_export(path, "not a file", INT_MAX, path);
+    if (on_hub && !mode) die_export(path, "not a file", INT_MAX, path);  // ORGANIZATION/NAME
 }
 
 static void take_zeros(Cursor *in, int at, int end) {  // offsets in the header
@@ -2629,7 +2636,8 @@ static void add_atom(Expression *x) {  // a character, a set or a group
         form_need(x, x->at, take_sign(x, ')'), ")");
         x->depth--;
     } else {
-        form_need(x, start, !strchr("*+?{^$", *start), "\\ before this sign");
+        form_need(x, start, !strchr("*+?{^$", *start), *start != '{' || !strchr(start, '"')
+                  ? "\\ before this sign" : "an expression: export.py --form makes it of a schema");
         const bool any = take_sign(x, '.');  // all but \n
         const int c = any ? '\n' : take_char(x, &set);
         if (c >= 0) add_range(&set, c, c);
@@ -2816,12 +2824,16 @@ static const struct { const char *others, *here; } hints[] = {
     {" model model-path ", "MODEL without an option"}, {" quiet silent ", "-q"},
     {" think thinking enable-thinking reasoning ", "-r 1, or -r N for at most N tokens"},
     {" no-think no-thinking nothink hidethinking ", "-r 0"}, {" verbose ", "-v"},
-    {" json jsonl grammar grammar-file json-schema json-schema-file format response-format ",
+    {" json jsonl form grammar grammar-file json-schema json-schema-file format response-format ",
      "-g EXPRESSION (for JSON that of export.py --form SCHEMA.json), -L FILE (a list in JSON)"},
     {" chat-template chat-template-file ", "it in the model: export.py has --chat-template FILE"},
     {" chat conversation cnv interactive ", "nothing: without -i and -f it chats"},
     {" embedding embeddings ", "-m embed"}, {" stream ", "nothing: answers come as they are made"},
-    {" ng ngl gpu-layers n-gpu-layers device ", "nothing: all runs on the CPU"}};
+    {" ng ngl gpu gpu-layers n-gpu-layers device ", "nothing: all runs on the CPU"},
+    {" port host ", "nothing: there is no server here"}, {" V ", "-v or --version"},
+    {" image mmproj ", "nothing: there are no images here"}, {"  ", "-f - (stdin)"},
+    {" lora ", "nothing: a LoRA is merged into its model before the export"},
+    {" hf hf-repo ", "a file: export.py ORGANIZATION/NAME makes it"}};
 
 // Returns the option of this name. If there is none, ends the program and names the likely mistake:
 // another program's name for it, up to =, whose _ count as -.
@@ -2835,9 +2847,10 @@ static const Option *option_named(const char *arg) {
     for (const Option *option = options; option < options + N_OPTIONS; option++) {
         const bool begins = arg[1] == option->letter;
         if (begins && !arg[2]) return option;
-        if (begins && strchr("0123456789.-=", arg[2]))
+        if (begins && (strchr("0123456789.-=", arg[2]) || strpbrk(arg, "./")))
             right = say("a space: -%c %.80s", arg[1], arg + 2 + (arg[2] == '='));
-        else if (strstr(option->others, name)) right = say("-%c; -h lists all", option->letter);
+        else if (strstr(option->others, name) || (!arg[2] && tolower(arg[1]) == option->letter))
+            right = say("-%c; -h lists all", option->letter);
     }
     die_usage("%.80s: unknown option, expected %s", arg, right);
 }
@@ -2848,9 +2861,14 @@ static void set_model(Options *o, const char *arg, const char *before) {
     if (odd) die_usage("%.80s: begins with a typographic dash or quote, expected - or \"", odd);
     if (*before == '-' && before[1] >= 'A' && !before[2] && !o->given[(uint8_t)before[1]])
         die_usage("%s: was taken for the value of the option before it, is one missing?", before);
-    if (o->model && file_mode(arg) && !file_mode(o->model))
+    const char *const last = o->model ? say(" %s ", o->model) : "";
+    const bool command = o->model && strstr(" run serve list ls ps show pull chat help ", last);
+    if (o->model && (command || file_mode(arg)) && !file_mode(o->model))
         die_usage("%.80s: before \"%.99s\", expected MODEL first, no command; -i has the prompt",
                   o->model, arg);
+    if (o->model && (before == o->text || before == o->system || before == o->form))
+        die_usage("%.80s: unexpected, expected quotes around all of the text: \"%.80s %.80s ...\"",
+                  arg, before, arg);
     if (o->model)
         die_usage("%.80s: unexpected, as MODEL is \"%.99s\"; a prompt goes with -i, in quotes: "
                   "-i \"%.80s\", a file (cat joins several) with -f, -l, -L", arg, o->model, arg);
@@ -2860,6 +2878,9 @@ static void set_model(Options *o, const char *arg, const char *before) {
 // Sets an option, or ends the program if it can't have this value, or has none.
 static void set_option(Options *o, const Option *option, const char *value) {
     if (!value) die_usage("-%c: alone, expected a value after it", option->letter);
+    if (strchr("lLwK", option->letter) && *value == '-' && value[1])
+        die_usage("-%c: expected a value after it, found %.80s (or is it a file? ./%.80s)",
+                  option->letter, value, value);
     void *place = (char *)o + option->place;
     char *end = NULL;
     double number = strlen(value);  // of a TEXT or SEED; of the others the value
@@ -4509,6 +4530,28 @@ static void check_blanks(Engine *e) {
                   ? "it in -o instead, at each TEXT's start" : "none: most tokens begin with one");
 }
 
+static bool is_schema(const char *name) {
+    const char *end = strrchr(name, '.');
+    return end && !strcmp(end, ".json");
+}
+
+// Says what in an expression of -g is most likely not meant.
+static void check_form(const char *text) {
+    const size_t n = strlen(text);
+    const bool plain = !strpbrk(text, "[(");
+    const bool grammar = strstr(text, "::=");
+    if (!grammar && !strpbrk(text, "[(|.?*+{\\"))
+        notice("-g: each answer is this text alone; ways are yes|no, others in RECIPES.md");
+    if (n > 1 && strchr("/'", *text) && text[n - 1] == *text)
+        notice("-g: %c at both ends is a sign of the answer", *text);
+    if (plain && (strstr(text, " |") || strstr(text, "| ")))
+        notice("-g: a blank beside | is a sign of the answer");
+    if (plain && strstr(text, "\\|"))
+        warn("-g: \\( \\| \\) are these signs in the answer; ( | ) make groups and ways");
+    if (grammar)
+        warn("-g: a grammar (::=), taken as text; expected a regular expression, yes|no");
+}
+
 // Says which options have no effect here, and which texts were hardly meant as they are.
 static void check_options(Engine *e) {
     const Options *o = &e->options;
@@ -4523,13 +4566,17 @@ static void check_options(Engine *e) {
         const char *text = strchr("ixyog", letter) ? *(const char *const *)place : NULL;
         if (o->given[(uint8_t)letter] && strchr(modes[e->mode].idle, letter))
             notice("-%c: no effect with -m %s", letter, modes[e->mode].name);
-        if (text && strchr("iyg", letter) && S_ISREG(file_mode(text + (*text == '@'))))
+        const char *const name = text && *text == '@' ? text + 1 : text;
+        if (text && strchr("iyg", letter) && (S_ISREG(file_mode(name)) || is_schema(name)))
             warn("-%c: the name of a file, taken as text; %s reads it", letter, letter == 'i' ? "-f"
-                 : letter == 'y' ? "-y \"$(cat FILE)\"" : "-g \"$(cat FILE)\"");
-        if (text && letter == 'g' && (strstr(text, "\\|") || strstr(text, "\\(")))
-            warn("-g: \\( \\| \\) are these signs in the answer; ( | ) make groups and ways");
-        if (text && letter == 'g' && strstr(text, "::="))
-            warn("-g: a grammar (::=), taken as text; expected a regular expression, yes|no");
+                 : letter == 'y' ? "-y \"$(cat FILE)\"" : is_schema(name)
+                 ? "-g \"$(export.py --form FILE)\"" : "-g \"$(cat FILE)\"");
+        else if (name != text && strchr("iy", letter) && !strpbrk(name, " \n"))
+            notice("-%c: @ is a sign of the text; no such file", letter);
+        if (text && letter == 'i' && !strcmp(text, "-")) warn("-i: - is taken as text, not stdin");
+        if (text && letter == 'o' && strchr("(^", *text))
+            notice("-o: %c is a sign of the answer; -g takes an expression", *text);
+        if (text && letter == 'g') check_form(text);
         if (text && letter != 'g' && strstr(text, "\\n") && !strchr(text, '\n'))
             warn_once(e->gave_escape, "-%c: \\n is no newline here, $'...' makes newlines", letter);
     }
@@ -4926,7 +4973,8 @@ static const char *file_read(Buffer *b, const char *path) {
     const size_t start = b->n;
     ssize_t got = fd < 0 ? -1 : 1;
     while (got > 0 && b->n < INT_MAX) got = read_more(fd, b);
-    const char *error = got < 0 ? strerror(errno) : "too long, expected less than 2 GB";
+    const char *error = got < 0 ? say("%s, expected a text file", strerror(errno))
+                                : "too long, expected less than 2 GB";
     if (fd > STDIN_FILENO) close(fd);
     if (got != 0) return error;
     Bytes text = {b->p + start, b->n - start};
@@ -4960,7 +5008,8 @@ static bool next_line(Lines *in, Bytes *line, bool wait) {
         in->end = 0;
         seen = data->n = min_size(data->n, in->most + 3);  // what is too long stays so after chop
         const ssize_t got = in->ended ? 0 : read_more(in->fd, data);
-        if (got < 0 && !interrupted) die("%s: %s", in->name, strerror(errno));
+        if (got < 0 && !interrupted)
+            die("%s: %s, expected a file of lines", in->name, strerror(errno));
         if (got < 0) return false;
         if ((in->ended = got == 0)) break;
     }
@@ -5084,7 +5133,9 @@ static void send_file(Engine *e, Bytes text) {
         : file_read(message, path);
     if (!error && message->n == before) error = "empty, expected a text";
     if (interrupted) notice("/file: stopped, nothing was sent");
-    else if (error) report("/file: %s%s%s", path, *path ? ": " : "", error);
+    else if (error)
+        report("/file: %s%s%s%s", path, *path ? ": " : "", error, before > 0 && !mode && path[1]
+               ? " (PATH comes first, in \"\" if it has blanks)" : "");
     if (interrupted || error) return;
     check_utf8(e, "input", 1, (Bytes){message->p, before});
     check_utf8(e, path, 1, bytes_from(bytes_of(message), before));
@@ -5420,6 +5471,7 @@ static const char *const unread[] = {
 // Adds a message to `talk` and returns its role.
 static int json_message(Json *j, Conversation *talk) {
     static const char *const roles[] = {"system", "user", "assistant", "developer"};
+    static const char *const contents[] = {"text", "value", "contents", "Content", "message", "msg"};
     Json name = json_member(*j, "role"), content = json_member(*j, "content");
     int role = json_take_string(&name) ? 3 : -1;  // -1: an unknown one, which is an error
     while (role >= 0 && !bytes_are(bytes_of(j->text), roles[role])) role--;
@@ -5433,9 +5485,11 @@ static int json_message(Json *j, Conversation *talk) {
     Buffer *text = &conversation_add(talk, role, (Bytes){0})->text;
     if (json_take_string(&content)) buffer_add(text, bytes_of(j->text));
     else if (json_take(&content, "[")) json_parts(j, content, text);
-    else if (!json_take(&content, "null"))  // no text, as if there is no content nor another's name
-        json_check(j, !content.rest.n && !json_member(*j, "text").rest.n &&
-                   !json_member(*j, "value").rest.n, "content", "a string, or an array of parts");
+    else if (!json_take(&content, "null")) {  // no text, as if there is no content nor another's name
+        bool wrong = content.rest.n;
+        for (int i = 0; i < 6; i++) wrong |= json_member(*j, contents[i]).rest.n > 0;
+        json_check(j, !wrong, "content", "a string, or an array of parts");
+    }
     json_value(j, 0);
     return role;
 }
@@ -5716,7 +5770,7 @@ static void add_line(List *l, Bytes line) {
     const size_t number = l->read;
     if (!o->given['L']) check_utf8(e, l->in.name, number + 1, line);
     if (number == l->in_file && number)
-        notice("%s: %zu lines are there, goes on with line %zu; a change before the last %d is not "
+        notice("%s: has %zu lines, goes on with line %zu; a change before its last %d lines is not "
                "seen", o->out, number, number + 1, KNOWN_AGAIN);
     if (number == l->in_file && draws_ids(e) && !quiet && !o->given['s'] && !o->out)
         fprintf(stderr, "seed %llu\n", o->seed);
@@ -5868,7 +5922,7 @@ static void open_out(List *l) {
     Lines in = {.fd = file_open(file, true), .name = file, .most = INT_MAX};
     if (in.fd < 0) die("%s: %s, expected a file that can be made", file, strerror(errno));
     if (!S_ISREG(file_mode(file))) die("%s: not a regular file, expected one or a new name", file);
-    if (!file_lock(in.fd)) die("%s: in use by another run, expected another FILE", file);
+    if (!file_lock(in.fd)) die("%s: in use by another run, expected its end or another FILE", file);
     for (Bytes line; next_line(&in, &line, true);) {
         buffer_add(tail, line);
         if (!has_newline(line)) break;
@@ -5889,7 +5943,8 @@ static List *open_list(Engine *e) {
     *l = (List){.e = e};
     l->in = (Lines){.fd = file_open(name, false), .name = strcmp(name, "-") ? name : "stdin",
                     .most = fmin(1 << 30, memory_size() / 16)};
-    if (l->in.fd < 0) die("%s: %s, expected a file of lines", l->in.name, strerror(errno));
+    const char *error = strerror(errno);
+    if (l->in.fd < 0) die("%s: %s, expected a file of lines%s", name, error, name_hint(name));
     if (file) open_out(l);
     if (same_file(l->in.fd, STDOUT_FILENO))
         die("%s: is the list and %s, expected another FILE", file ? file : l->in.name,
@@ -7397,9 +7452,11 @@ static double memory_size(void) {
     return fmin(size, cgroup_limit("memory.max"));
 }
 
-// A file system that has no locks has none to break.
+// A file system that has no locks has none to break. A program that was killed may end for a while.
 static bool file_lock(int fd) {
-    return flock(fd, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK;
+    for (int i = 0; i < 20; i++, usleep(50000))
+        if (flock(fd, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK) return true;
+    return false;
 }
 
 static bool input_ready(int fd) { return poll(&(struct pollfd){fd, POLLIN, 0}, 1, 0) != 0; }
@@ -7501,7 +7558,10 @@ static void use_huge_pages(void *p, size_t size) {
 
 static Bytes file_map(const char *path) {
     const int fd = open(path, O_RDONLY | O_NONBLOCK, 0);  // does not wait for a named pipe's writer
-    if (fd < 0) die("%s: %s, expected a file made by export.py", path, strerror(errno));
+    if (fd < 0) {
+        const char *error = strerror(errno);
+        die("%s: %s, expected a file made by export.py%s", path, error, name_hint(path));
+    }
     const size_t size = (size_t)file_size(fd);
     if (size == 0) die("%s: empty? expected a regular file with data, found none", path);
     void *p = mmap(NULL, size, PROT_READ, MAP_SHARED, fd, 0);

@@ -139,11 +139,14 @@ OTHERS = {  # other programs' options, and what is here
         "M -i a -o 'caf\udce9|no'", "M -i a -o 'yes|no' -m embed", "M -i a -o 'yes|no' -m tokenize",
         "M -i a -o 'yes|no' -m perplexity", "M -i a -o 'yes|no' -x a", "M -i a -g ''", "M -i a -g '(a'",
         "M -i a -g a -x a", "M -i a -g a -o 'a|b'", "M -i a -g a -m embed", "M -i a -g a -m tokenize", "M -i a -g a -m perplexity")],
-    ("M Why?", ['"M"', 'goes with -i', '-i "Why?"']), ("M -i a b", ["b: ", "in quotes", "cat joins several) with -f"]), (f"run {QWEN3}", ["run: ", "MODEL first"]),
+    ("M Why?", ['"M"', 'goes with -i', '-i "Why?"']), ("M b", ["b: ", "in quotes", "cat joins several) with -f"]), (f"run {QWEN3}", ["run: ", "MODEL first"]),
+    *[(f"M {o} a b", ["b: ", 'quotes around all of the text: "a b ..."']) for o in ("-i", "-y")], ("run qwen3:0.6b", ["run: ", "MODEL first"]),
+    ("M -N 3", ["expected -n"]), ("M -I a", ["expected -i"]), ("M -", ["-f - (stdin)"]), ("M --port 1", ["no server"]), ("M --lora a", ["merged"]),
+    ("M --image a", ["no images"]), ("-hf a/b", ["export.py ORG"]), ("M -V", ["--version"]), ("M -i a -g '{\"type\":1}'", ["export.py --form"]),
     ("M -p Why?", ["-p", "prompt goes with -i", '"Why?"']), ("M -p 0", ["above 0 and up to 1"]), ("M -e 0", ["where 1 is off"]),
     *[(command, ["-n10", "-n 10"]) for command in ("M -n10", "-n10 M")],
     *[(f"-m {name} -i x", ["MODEL goes without -m"]) for name in ("model.bin", "models/M")],
-    ("M --model 1", ["--model", "MODEL without an option"]), ("M -l a -w -q", ["-w: expected a list (-l, -L) and a file's name"]),
+    ("M --model 1", ["--model", "MODEL without an option"]), ("M -l a -w -q", ["-w: expected a value after it, found -q"]), ("M -K -v", ["./-v"]), ("M -w a", ["-w: expected a list (-l, -L)"]),
     *[(f"M {text}", ["-t: was taken for the value of the option before it"]) for text in ("-i -t 0", "-o -t yes")],
     ("M.bin N.bin", ["N.bin: unexpected", '"M.bin"']), ("M -f - a", ["a: unexpected"]), ("M --json", ["-L FILE", "export.py --form SCHEMA.json"]),
     ("M -qv", ["-qv: ", "each by itself"]), ("M --chat-template a", ["export.py has --chat-template FILE"]),
@@ -169,7 +172,9 @@ def test_mistakes(command, words):
     *[(name, f"export.py {name}") for name in ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B-GGUF:Q4_0")],
     ("%s%n%d.bin", "%s%n%d.bin: No such file"),
     ("none/M.bin.tokenizer", "none/M.bin.tokenizer: belongs to a model, expected none/M.bin\n"),
-    ("Qwen3-0.6B", "Qwen3-0.6B: No such file or directory, expected a file made by export.py\n"),
+    ("Qwen3-0.6B", "Qwen3-0.6B: No such file or directory, expected a file made by export.py (Qwen3-0.6B.bin is there)\n"),
+    ("~/M.bin", "(in quotes, ~ and * stay"), ("Why is it?", "(is it a prompt? that goes with -i)"),
+    ("https://huggingface.co/Qwen/Qwen3-0.6B", "export.py https://huggingface.co/Qwen/Qwen3-0.6B"),
     ("folder", "folder: a directory, expected a .bin file, which this makes: export.py folder\n"),
     *[(path, None) for path in ("none.bin", "Qwen/none.bin", "./a/b", "a/b/c", "/Qwen/x")]])
 def test_likely_first_models(tmp_path, monkeypatch, path, words):
@@ -292,7 +297,7 @@ MORE = "512 tokens (split the text, or export.py --yarn), found {}\n"
 
 
 @pytest.mark.parametrize("args, words", [
-    (("-f", "missing.txt"), "missing.txt: No such file or directory\n"),
+    (("-f", "missing.txt"), "missing.txt: No such file or directory, expected a text file\n"),
     (("-f", "What is it?"), "-i takes a text"), (("-f", "/"), "/"),
     (("-i", "a", "-f", "-"), "stdin: empty"), ((), "stdin: empty, expected a prompt; has a command before the pipe failed?"),
     *[(("-m", "perplexity", "-i", text), "expected 2 or more") for text in ("", "a", "<|im_end|>")],
@@ -422,6 +427,11 @@ NOTICES = [  # mode, options, the notice or None
     ("embed", ("-j", "1000"), "-j: more threads than cores take longer; without -j each core has one"),
     ("chat", ("-t", "7"), "-t: 7 draws nearly at random, expected 2 or less (-j: threads)"), ("chat", ("-t", "2"), None),
     ("chat", ("-s", "-1"), "-s: -1 is a seed as others are; without -s each run draws one"),
+    ("chat", ("-g", "json"), "-g: each answer is this text alone; ways are yes|no, others in RECIPES.md"),
+    ("chat", ("-g", "/yes|no/"), "-g: / at both ends is a sign of the answer"), ("chat", ("-g", "yes | no"), "-g: a blank beside | is a sign of the answer"),
+    ("chat", ("-g", "none.json"), '-g: the name of a file, taken as text; -g "$(export.py --form FILE)" reads it'),
+    ("chat", ("-i", "@none"), "-i: @ is a sign of the text; no such file"), ("chat", ("-i", "-"), "-i: - is taken as text, not stdin"),
+    ("chat", ("-o", "(yes|no)"), "-o: ( is a sign of the answer; -g takes an expression"),
     ("chat", ("-g", "a::=b"), "-g: a grammar (::=), taken as text; expected a regular expression, yes|no"),
     ("chat", ("-g", r"yes\|no"), r"-g: \( \| \) are these signs in the answer; ( | ) make groups and ways"),
     *[("chat", ("-e", value), f"-e: {value} breaks the text, expected 1 (off) to 2, mostly 1.05 to 1.2") for value in ("11", "0.5")],

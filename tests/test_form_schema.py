@@ -187,7 +187,7 @@ A, B = ({"type": "object", "properties": {"k": {"const": x}}, "required": ["k"]}
     ({"oneOf": [A, B | {"required": []}, B]}, "$.oneOf[2]: oneOf"), ({"oneOf": [{"const": 1}, {"enum": [2, 1.0]}]}, "$.oneOf[1]: oneOf"),
     ({"oneOf": [{"const": True}, {"const": 1}, {"const": 2}, {"const": 1}]}, "$.oneOf[3]: oneOf"),
     ({"type": "string", "pattern": "a", "maxLength": 3}, "$.maxLength: "), ({"type": "object", "properties": {"x": False}}, "$.properties.x: "),
-    ({"type": "array", "items": [{"type": "null"}]}, "$.items: "), ({"const": "\ud800"}, "$"), ({"const": float("inf")}, "$"), ({"enum": "abc"}, "$.enum: "), ({"type": "object"}, "$: any members"),
+    ({"type": "array", "items": [{"type": "null"}]}, "$.items: "), ({"const": "\ud800"}, "$"), ({"const": float("inf")}, "$"), ({"enum": "abc"}, "$.enum: "), ({"type": "object"}, "$: any members"), ({"not": {"type": "null"}}, "$.not: not supported"), ({"type": "string", "nullable": True}, '$.nullable: not supported, expected "type": [..., "null"]'),
     ({"$ref": "#/$defs/A", "$defs": {"A": {"type": "array", "items": {"$ref": "#/$defs/A"}}}}, "$.$defs.A"),
     ({"$ref": "#/$defs/0", "$defs": {str(n): {"anyOf": [{"$ref": f"#/$defs/{n + 1}"}] * 2} for n in range(40)} | {"40": {"type": "null"}}}, "$.$defs"),
     ({"$ref": "#/$defs/0", "$defs": {str(n): {"type": "array", "items": {"$ref": f"#/$defs/{n + 1}"}} for n in range(40)} | {"40": {"type": "null"}}}, "$.$defs"),
@@ -222,7 +222,8 @@ def test_command_line(tmp_path):
     for wrong in {"pet": {"lives": 9}}, {"pet": {"kind": "dog", "lives": 9}}, {"price": 0.0}, {"day": "2023-02-29"}, {"tags": ["ok"] * 4}:
         assert not re.fullmatch(done.stdout[:-1], json.dumps(row | wrong)), wrong
     for args, stdin, status, words in ((("--form", "-"), '{"type": "string", "format": "x\\u001b"}', 1, "-: $.format: "), (("--form", "-"), "{", 1, "-: "), (("--form", "-"), '{"type": "null", "type": "null"}', 1, "'type' twice"), (("--form", "-"), "[" * 99999, 1, "-: "),
-                                       (("--form", tmp_path / "none.json"), "", 1, "none.json: No such file"), (("--form",), "", 2, "expected"),
+                                       (("--form", tmp_path / "none.json"), "", 1, "none.json: No such file or directory, expected a file with"),
+                                       (("--form", "-"), '{"type": "function", "function": {"parameters": {"type": "object"}}}', 1, "jq .function.parameters FILE |"), (("--form",), "", 2, "expected"),
                                        (("SOURCE", "--form", path), "", 2, "expected"), (("--form", "-"), "\udcff", 1, "-: ")):
         done = run(*args, stdin=stdin) if "\udcff" not in stdin else run(*args, stdin="\xff{")
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (status, "", 1) and words in done.stderr and "\x1b" not in done.stderr, done

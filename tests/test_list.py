@@ -357,6 +357,9 @@ def test_no_content(tiny):
         rows = [json.dumps(talk).encode() for talk in talks] + [json.dumps({"messages": talk}).encode() for talk in talks]
         lines, _ = run_json(tiny, rows, *GREEDY, "-q")
         assert lines[0] == lines[1] == lines[2] and len(set(lines[3:])) == 1, (role, lines)
+    for name in "contents", "Content", "message", "text":
+        lines, error = run_json(tiny, [json.dumps([{"role": "user", name: "Hello"}]).encode(), b'"a"'], *GREEDY, "-q", status=1)
+        assert lines[0] == b"null" and b"content" in error, error
     call = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
     lines, error = run_json(tiny, [json.dumps([ask[0], m, ask[1]]).encode() for m in (call, {**call, "content": ""})], *GREEDY)
     assert lines[0] == lines[1] != b"null" and error.count(b"no effect: tool_calls") == 1, error

@@ -200,7 +200,7 @@ def test_what_it_says(tiny, tmp_path):
     stay = b"out: lines without a result, which stay: 2, the first is line 2\n"
     assert result.returncode == 1 and stay in result.stderr and b": line 2: " not in result.stderr, result
     assert b"ended in an error" not in result.stderr        # of this run's, none did
-    assert re.search(rb"(?m)^qwen3: .*out: 3 lines are there, goes on with line 4; a change before the last 8 is not seen$", result.stderr), result.stderr
+    assert re.search(rb"(?m)^qwen3: .*out: has 3 lines, goes on with line 4; a change before its last 8 lines is not seen$", result.stderr), result.stderr
     assert re.search(rb"(?m)^3 texts in .* seeds 3 to 5$", result.stderr) and b"\nseed " not in result.stderr, result.stderr
     assert out.read_bytes().splitlines() == [first, failed, b"null", *lines[3:]]
     result = qwen3(tiny, "-L", path, "-w", out, "-n", 3)
