@@ -2352,6 +2352,9 @@ typedef struct Form {
     Buffer rests;       // of each its bytes after those that it has in common with the one before
     int n_tokens, work; // work: steps and ranges that were looked at since the last mask
     size_t size;        // of states and masks, in bytes
+    bool full;          // a limit was reached: until all are forgotten, some are not whole
+    bool takes_turns;   // the texts of a pass need more states than there may be: each draws alone
+    const void *turn;   // the text that these states are of
 } Form;
 
 static int low_of(uint64_t range) { return (int)(range >> 21); }
@@ -2388,8 +2391,10 @@ static int take_found(Form *f, int lacks, int low, int high) {
         if (s->n == n && s->lacks == lacks && s->low == low && s->high == high &&
             memcmp(f->waiting.p + s->steps, found->p, n * sizeof(int)) == 0) return f->table[slot];
     }
-    if (f->n_states == MOST_STATES || f->size > MOST_SIZE || f->work > MOST_WORK)
-        die("-g: too many ways to go on, expected fewer: no counts or repeats inside others");
+    if (f->n_states == MOST_STATES || f->size > MOST_SIZE || f->work > MOST_WORK) {
+        f->full = true;
+        return LEFT;
+    }
     f->states = grow(f->states, &f->states_cap, f->n_states, 2, sizeof(FormState));  // + FORM_OPEN
     f->states[f->n_states] = (FormState){f->waiting.n, n, lacks, low, high, {UNKNOWN},
                                          !lacks && found->p[n - 1] == (int)f->n_steps - 1, NULL};
@@ -2457,6 +2462,7 @@ static void start_states(Form *f) {  // and forgets all others
     memset(f->table, 0, 2 * MOST_STATES * sizeof(*f->table));
     f->n_states = FORM_START;
     f->waiting.n = f->size = f->work = 0;
+    f->full = false;
     ids_add(&f->left, 0);
     find_steps(f);
     take_found(f, 0, 0, 0);
@@ -3021,6 +3027,7 @@ typedef struct Slot {  // what Part II has of a text, beside Text
     int closed_by;     // the Ending that closed its thinking, BY_BUDGET (-r N), or NOT_CLOSED
     int form;          // with -g: the state after the answer's ids so far, and how many ids it
     size_t form_start; // had when the form began: from there the state can be made again
+    bool too_many;     // its form has too many states: it FAILED
     int choice;        // with -o: what it waits for, THINKS, FIRST_IDS, or a given answer's score
     int n_begun;       // given answers that were scored, or are
     struct Slot *asker;  // whose given answers it scores: its own, or another's (see add_helpers)
@@ -3102,7 +3109,11 @@ static bool run_pass(Engine *e);                    // returns false after Ctrl-
 static void go_back(Engine *e, Text *t, size_t n);  // n_run becomes n or less: the rest runs again
 static void keep_text(Engine *e, Text *t);          // keeps what ran of it for later texts
 
-static const char damaged[] = "model: its results are not finite; is the file damaged?";
+static const char *why_failed(const Text *t) {
+    return t->slot->too_many
+        ? "-g: too many ways to go on, expected fewer: no counts or repeats inside others"
+        : "model: its results are not finite; is the file damaged?";
+}
 
 // Goes on with the next piece of a text that is scored. Returns false if there is none. A text
 // longer than the context has several: each begins with the last id of the one before.
@@ -3181,26 +3192,31 @@ static bool end_text(Engine *e, Text *t) {
     return !more;
 }
 
-// Makes the masks that the next draws need, also after guesses: so threads only read the form. If
-// there are many states, they are forgotten, and those of texts made again.
-static void prepare_masks(const Engine *e) {
+// Makes the masks that a text's next draws need, also after guesses, if it is to draw. Its state is
+// made again if all were forgotten.
+static void prepare_text(const Engine *e, const Text *t, bool again, bool draws) {
     Form *f = e->form;
-    const bool many = f->n_states > MOST_STATES / 2 || f->size > MOST_SIZE / 2;
-    if (many) start_states(f);
-    for (int i = 0; i < e->n_texts; i++) {
-        const Text *t = e->order[i];
-        Slot *slot = t->slot;
-        size_t at = many && slot->form >= FIRST_OTHER ? slot->form_start : t->ids.n;
-        if (at < t->ids.n) slot->form = FORM_START;
-        for (; at < t->ids.n; at++, f->work = 0)
-            slot->form = state_after(f, slot->form, e->tokenizer.text[t->ids.p[at]]);
-        int state = slot->thinking || i >= e->n_running ? LEFT : slot->form;
-        for (const int *id = t->ids.p + at; state != LEFT; id++) {
-            make_mask(f, &e->tokenizer, state);
-            const bool guessed = id < t->ids.p + at + slot->guesses;
-            state = guessed ? state_after(f, state, e->tokenizer.text[*id]) : LEFT;
-        }
+    Slot *slot = t->slot;
+    const Bytes *text = e->tokenizer.text;
+    const bool begun = slot->form != FORM_START && slot->form != FORM_OPEN;
+    size_t at = again && begun ? slot->form_start : t->ids.n;
+    if (at < t->ids.n) slot->form = FORM_START;
+    for (; at < t->ids.n; at++, f->work = 0)
+        slot->form = state_after(f, slot->form, text[t->ids.p[at]]);
+    int state = slot->thinking || !draws ? LEFT : slot->form;
+    for (const int *id = t->ids.p + at; state != LEFT; id++) {
+        make_mask(f, &e->tokenizer, state);
+        const bool guessed = id < t->ids.p + at + slot->guesses;
+        state = guessed ? state_after(f, state, text[*id]) : LEFT;
     }
+}
+
+// Forgets all states, and returns true, if there are many, or not all of some text.
+static bool forget_states(Form *f) {
+    const bool many = f->n_states > MOST_STATES / 2 || f->size > MOST_SIZE / 2;
+    const bool forgets = many || f->full || f->takes_turns;
+    if (forgets) start_states(f);
+    return forgets;
 }
 
 #ifdef PLAIN
@@ -3553,7 +3569,7 @@ static void draft_text(Engine *e, Text *t, int most) {
     const size_t room = (size_t)(slot->own.blocks.n + e->n_unused) * e->pass->block_len;
     most = min_int(most, (int)min_size(end, room) - (int)t->ids.n);
     if (most < 1 || e->credit < 0) return;
-    if (e->form && !slot->thinking) slot->guesses = guess_form(e, t, most);
+    if (e->form && !slot->thinking && !e->form->takes_turns) slot->guesses = guess_form(e, t, most);
     if (slot->guesses == 0) slot->guesses = guess_repeat(e, t, most);
     e->credit -= DRAFT_COST * slot->guesses;
     take_blocks(e, t, slot->guesses, 0);
@@ -3709,6 +3725,15 @@ static void prepare_passes(Engine *e, int context) {
     }
 }
 
+// Makes the masks of all draws of a pass: so threads only read the form. If there are too many, the
+// texts take turns (see allowed_ids), and no threads draw.
+static void prepare_masks(const Engine *e) {
+    const bool again = forget_states(e->form);
+    for (int i = 0; i < e->n_texts; i++) prepare_text(e, e->order[i], again, i < e->n_running);
+    e->form->takes_turns = e->form->full;
+    e->form->turn = NULL;
+}
+
 static bool run_pass(Engine *e) {
     (void)encode_piece, (void)run_text, (void)state_init;  // -DPLAIN uses these definitions
     schedule(e);
@@ -3735,7 +3760,8 @@ static bool run_pass(Engine *e) {
     if (e->mode != EMBED) classify(e->pass, e->pass->n_needed);
     if (e->form) prepare_masks(e);
     // The main thread writes the answer of a text alone: Ctrl-C makes it try a stopped write again.
-    if (e->n_running > 1 || e->mode == PERPLEXITY) on_all_threads(end_pass, e);
+    const bool one_draws = e->n_running == 1 || (e->form && e->form->takes_turns);
+    if (!one_draws || e->mode == PERPLEXITY) on_all_threads(end_pass, e);
     else end_pass(e);
     return true;
 }
@@ -4184,9 +4210,13 @@ static Ending add_id(const Tokenizer *tok, Text *t, int id) {
 
 static const uint32_t *allowed_ids(const Text *t) {
     const Slot *slot = t->slot;
-    const Form *f = slot->engine->form;
+    Form *f = slot->engine->form;
     if (!f || slot->thinking) return NULL;
-    if (!f->states[slot->form].mask) prepare_masks(slot->engine);  // with -DPLAIN
+    if ((f->takes_turns && f->turn != t) || !f->states[slot->form].mask) {  // also with -DPLAIN
+        prepare_text(slot->engine, t, forget_states(f), true);
+        if (f->full) prepare_text(slot->engine, t, forget_states(f), true);
+        f->turn = t;
+    }
     return f->states[slot->form].mask;
 }
 
@@ -4196,6 +4226,8 @@ static Ending add_formed(const Tokenizer *tok, Text *t, int id) {
     Form *f = slot->engine->form;
     const Ids *after = &slot->engine->after_think;
     const uint32_t *allowed = allowed_ids(t);  // NULL: it thinks
+    slot->too_many = allowed && f->full;  // even for this text alone
+    if (slot->too_many) return FAILED;
     if (allowed && !(allowed[id / 32] >> id % 32 & 1)) return FAILED;  // logits of a damaged model
     if (allowed) t->writer->trims = false;
     if (slot->form < FIRST_OTHER) slot->form_start = t->ids.n;
@@ -4759,7 +4791,7 @@ static Text *run_request(Engine *e) {
     while (e->n_texts > 0 && run_pass(e)) {
         for (int i = e->n_running - 1; i >= 0; i--) {
             Text *running = e->order[i];
-            if (running->ending == FAILED) die(damaged);
+            if (running->ending == FAILED) die("%s", why_failed(running));
             if (running->ending != GOES_ON) end_text(e, running);
         }
     }
@@ -5471,7 +5503,7 @@ static const char *const unread[] = {
 // Adds a message to `talk` and returns its role.
 static int json_message(Json *j, Conversation *talk) {
     static const char *const roles[] = {"system", "user", "assistant", "developer"};
-    static const char *const contents[] = {"text", "value", "contents", "Content", "message", "msg"};
+    static const char *const others[] = {"text", "value", "contents", "Content", "message", "msg"};
     Json name = json_member(*j, "role"), content = json_member(*j, "content");
     int role = json_take_string(&name) ? 3 : -1;  // -1: an unknown one, which is an error
     while (role >= 0 && !bytes_are(bytes_of(j->text), roles[role])) role--;
@@ -5485,9 +5517,9 @@ static int json_message(Json *j, Conversation *talk) {
     Buffer *text = &conversation_add(talk, role, (Bytes){0})->text;
     if (json_take_string(&content)) buffer_add(text, bytes_of(j->text));
     else if (json_take(&content, "[")) json_parts(j, content, text);
-    else if (!json_take(&content, "null")) {  // no text, as if there is no content nor another's name
+    else if (!json_take(&content, "null")) {  // no text, as if there is neither it nor another name
         bool wrong = content.rest.n;
-        for (int i = 0; i < 6; i++) wrong |= json_member(*j, contents[i]).rest.n > 0;
+        for (int i = 0; i < 6; i++) wrong |= json_member(*j, others[i]).rest.n > 0;
         json_check(j, !wrong, "content", "a string, or an array of parts");
     }
     json_value(j, 0);
@@ -5893,7 +5925,7 @@ static int run_list(List *l) {
         for (int i = 0; i < l->e->n_running;) {  // end_text puts the next one at i
             Text *t = l->e->order[i];
             if (t->ending == GOES_ON || !end_text(l->e, t)) i++;
-            else end_line(l, t->slot->number, t, t->ending == FAILED ? damaged : NULL);
+            else end_line(l, t->slot->number, t, t->ending == FAILED ? why_failed(t) : NULL);
         }
     }
     if (l->in.taken == 0 && !interrupted)

@@ -107,6 +107,23 @@ def test_same_bytes_when_masks_are_forgotten(tiny):
         assert text == rows[i]["answer"].encode() + b"\n" and len(text) > 100
 
 
+def test_more_states_than_there_are(tiny):
+    """The texts of a pass then take turns; a text that alone needs more has no result, and all others run."""
+    form = r"[\s\S]*(" + "|".join(rf"{c}[\s\S]{{{10 + i}}}" for i, c in enumerate("abcdefghijklmnopqrstuvwxyz ,.TIWH")) + ")"
+    texts = ["Hello", "3 + 4 = ", "Tell me a story.", "My name is Ann.", "x", "Who are you?", "What is the capital of France?"]
+    texts = [f"{text} {i}" for i, text in enumerate(texts * 3)]
+    rows, _ = answers(tiny, form, texts, "-t", 1, "-s", 5, "-n", 60)
+    for i in 0, 2, 9, 20:
+        assert output(tiny, "-qq", "-g", form, "-t", 1, "-s", 5 + i, "-n", 60, "-i", texts[i]) == rows[i]["answer"].encode() + b"\n"
+    args = tiny, "-q", "-t", 1, "-s", 5, "-n", 20, "-g", r"(?:b.*|a(?:[\s\S]{0,90}[^a]{0,90}){2000})"
+    result = qwen3(*args, "-l", "-", stdin=b"Hello\nTell me a story.\nx 1\n")
+    first, second, third = map(json.loads, result.stdout.splitlines())
+    assert result.returncode == 1 and first is third is None and second[0] in "ab", result
+    assert result.stderr.count(b": -g: too many ways to go on, expected fewer") == 2, result
+    result = qwen3(*args, "-i", "Hello")
+    assert result.returncode == 1 and b"-g: too many ways to go on" in result.stderr, result
+
+
 def test_guesses(chain, tokenizer):
     """Where one way is left its ids are guessed. (-b 1 has no guesses.)"""
     text = "x0123456789=;#&@!%abcdefghij"
