@@ -138,6 +138,11 @@ TOKEN = re.compile(rf"""(?P<open>\((?:\?:|(?!\?)))|(?P<close>\))|(?P<bar>\|)|
     (?P<set>{ESCAPE}|\.|\[\^?(?:{ESCAPE}|[^\\\]])+\]|[^\\\[({{^$?*+])""", re.VERBOSE)
 
 
+# What was found of parts, and these parts, so that no other ones get their ids. Without it,
+# alternatives inside others would be looked at again for each of these.
+KNOWN: dict[tuple, Any] = {}
+
+
 class FormError(Exception):
     """A schema has no expression. The message is the line that the user reads."""
 
@@ -176,6 +181,12 @@ class Part(NamedTuple):
 
     def find_cases(self) -> list[tuple[str, Part]]:
         """The alternatives of a schema's values: each a type or "value", and its part."""
+        key = id(self.root), self.where
+        if key not in KNOWN:
+            KNOWN[key] = self.list_cases(), self.root
+        return KNOWN[key][0]
+
+    def list_cases(self) -> list[tuple[str, Part]]:
         self.need(type(self.value) is dict, "no schema", "an object")
         choice = next((key for key in (*CHOICES, "type") if key in self.value), None)
         for key in self.value.keys() - NOTES.split() if not choice else ():
@@ -183,7 +194,7 @@ class Part(NamedTuple):
         self.need(choice, "any value (an example?)", f"type or {' or '.join(CHOICES)}")
         chosen, types = self.member(choice), self.value.get("type", [])
         types = types if type(types) is list else [types]
-        chosen.need({*types} <= {*LIMITS} and (types or choice != "type"), "no type",
+        chosen.need({*types} <= {*LIMITS} and (types or "type" not in self.value), "no type",
                     ", ".join(LIMITS))
         beside = CHOICES[choice] if choice in CHOICES else " ".join(map(LIMITS.get, types))
         for key in self.value:
@@ -358,6 +369,13 @@ def write_range(low: int, high: int) -> list[str]:
 
 def may_overlap(kind: str, a: Part, other_kind: str, b: Part) -> bool:
     """False if no value is of both cases: types, values or those of a required member differ."""
+    key = kind, id(a.value), other_kind, id(b.value)
+    if key not in KNOWN:
+        KNOWN[key] = find_overlap(kind, a, other_kind, b), a, b
+    return KNOWN[key][0]
+
+
+def find_overlap(kind: str, a: Part, other_kind: str, b: Part) -> bool:
     kinds = {TYPES[type(x.value)] if y == "value" else y for x, y in ((a, kind), (b, other_kind))}
     if len(kinds) > 1 and kinds != {"integer", "number"}:
         return False
@@ -377,6 +395,9 @@ def may_overlap(kind: str, a: Part, other_kind: str, b: Part) -> bool:
 @cache
 def write_set(found: str) -> str:
     r"""JSON's text of a character of a set, as ASCII and Unicode both understand \d, \W, ..."""
+    sign = found[1] if re.fullmatch(r'\\[^\w"\\]', found) else found
+    if len(sign) == 1 and sign.isprintable() and (sign != found or sign not in '."\\'):
+        return quote(sign)
     letters = "".join(map(chr, (*range(0xD800), *range(0xE000, 0x110000))))
     found = found if len(found) > 1 else re.escape(found).replace(r"\.", r"[^\n\r\u2028\u2029]")
     inside = f"(?=(?a:{found})){found}"
@@ -417,6 +438,7 @@ def print_form(args: list[str]) -> None:
             raise ValueError(f"an object, expected each name once, found {twice[0]!r} twice")
         return dict(pairs)
 
+    warnings.simplefilter("ignore")  # of re, for what may become a set's sign, such as && in [a&&b]
     try:
         text = sys.stdin.buffer.read() if args[1] == "-" else Path(args[1]).read_bytes()
         try:

@@ -1419,6 +1419,7 @@ static bool file_move(int fd, void *p, size_t n, uint64_t at, bool writes);
 // it replaces `path`. Else, or if it can't (errno), it is removed, and the result is false.
 static int file_create(const char *path, char name[LONGEST_NAME]);
 static bool file_replace(const char *path, const char *name, int fd, bool whole);
+static const char *real_name(const char *path);  // of the file that a link names; else path
 #endif
 
 // Ctrl-C: its handler sets `interrupted`. Only run_dialogue clears it, once the turn is over. Loops
@@ -3968,10 +3969,11 @@ static void save_kept(void) {
     while (text < e->kept + e->n_kept - 1 && (text->n == 0 || text->from)) text++;
     if (text->from || text->n - count_filed(text) <= text->n / 8) return;
     interrupted = 0;
-    Filed out = {.e = e, .writes = true, .fd = file_create(file, part)};
+    const char *target = real_name(file);
+    Filed out = {.e = e, .writes = true, .fd = file_create(target, part)};
     const bool whole = out.fd >= 0 && write_filed(&out, text);
     const double size = whole ? file_size(out.fd) / 1e6 : 0;  // else errno stays
-    if (!file_replace(file, part, out.fd, whole))
+    if (!file_replace(target, part, out.fd, whole))
         warn("%s: not replaced: %s", file, interrupted ? "Ctrl-C" : strerror(errno));
     else if (e->options.given['v'])
         report("%s: %zu tokens (%.1f MB) written in %.1f s", file, text->n, size, now() - start);
@@ -7322,6 +7324,7 @@ __attribute__((constructor)) static void catch_unknown_instructions(void) {
 #define O_NONBLOCK 0
 #define MAP_FAILED NULL
 #define poll(...) 1
+#define realpath(...) NULL
 #define ioctl(fd, request, n) !PeekNamedPipe(handle(fd), NULL, 0, NULL, (DWORD *)(n), NULL)
 #define mmap(at, size, protection, flags, fd, offset) map_file(fd)
 #define open(path, flags, mode) _wopen(wide(path), (flags) | _O_BINARY, (mode) & 0600)
@@ -7568,6 +7571,11 @@ static int file_create(const char *path, char name[LONGEST_NAME]) {
     const int fd = open(name, O_RDWR | O_CREAT | O_EXCL, 0600);
     if (fd >= 0 && mode) (void)!fchmod(fd, mode & 0777);
     return fd;
+}
+
+static const char *real_name(const char *path) {
+    const char *name = realpath(path, NULL);  // NULL: there is none yet
+    return name && strlen(name) <= LONGEST_PATH ? name : path;
 }
 
 static bool file_replace(const char *path, const char *name, int fd, bool whole) {

@@ -109,11 +109,12 @@ def test_same_bytes_when_masks_are_forgotten(tiny):
 
 def test_more_states_than_there_are(tiny):
     """The texts of a pass then take turns; a text that alone needs more has no result, and all others run."""
-    form = r"[\s\S]*(" + "|".join(rf"{c}[\s\S]{{{10 + i}}}" for i, c in enumerate("abcdefghijklmnopqrstuvwxyz ,.TIWH")) + ")"
-    texts = ["Hello", "3 + 4 = ", "Tell me a story.", "My name is Ann.", "x", "Who are you?", "What is the capital of France?"]
-    texts = [f"{text} {i}" for i, text in enumerate(texts * 3)]
+    form = r"[\s\S]*(" + "|".join(rf"{c}[\s\S]{{{10 + i}}}" for i, c in enumerate([*"abcdefghijklmnopqrstuvwxyz", r"\ ", r"\,", r"\.", *"TIWH"])) + ")"
+    texts = [("What is the capital of France?", "x", "My name is Ann.", "Hello", "3 + 4 = ", "Tell me a story.", "Who are you?")[int(i)]
+             for i in "01222343525565250532"]
+    texts = [f"{text} {i}" for i, text in enumerate(texts)]
     rows, _ = answers(tiny, form, texts, "-t", 1, "-s", 5, "-n", 60)
-    for i in 0, 2, 9, 20:
+    for i in 0, 19:
         assert output(tiny, "-qq", "-g", form, "-t", 1, "-s", 5 + i, "-n", 60, "-i", texts[i]) == rows[i]["answer"].encode() + b"\n"
     args = tiny, "-q", "-t", 1, "-s", 5, "-n", 20, "-g", r"(?:b.*|a(?:[\s\S]{0,90}[^a]{0,90}){2000})"
     result = qwen3(*args, "-l", "-", stdin=b"Hello\nTell me a story.\nx 1\n")

@@ -187,7 +187,7 @@ A, B = ({"type": "object", "properties": {"k": {"const": x}}, "required": ["k"]}
     ({"oneOf": [A, B | {"required": []}, B]}, "$.oneOf[2]: oneOf"), ({"oneOf": [{"const": 1}, {"enum": [2, 1.0]}]}, "$.oneOf[1]: oneOf"),
     ({"oneOf": [{"const": True}, {"const": 1}, {"const": 2}, {"const": 1}]}, "$.oneOf[3]: oneOf"),
     ({"type": "string", "pattern": "a", "maxLength": 3}, "$.maxLength: "), ({"type": "object", "properties": {"x": False}}, "$.properties.x: "),
-    ({"type": "array", "items": [{"type": "null"}]}, "$.items: "), ({"const": "\ud800"}, "$"), ({"const": float("inf")}, "$"), ({"enum": "abc"}, "$.enum: "), ({"type": "object"}, "$: any members"), ({"not": {"type": "null"}}, "$.not: not supported"), ({"type": "string", "nullable": True}, '$.nullable: not supported, expected "type": [..., "null"]'),
+    ({"type": "array", "items": [{"type": "null"}]}, "$.items: "), ({"const": "\ud800"}, "$"), ({"const": float("inf")}, "$"), ({"enum": "abc"}, "$.enum: "), ({"type": "object"}, "$: any members"), ({"type": [], "enum": ["a"]}, "$.enum: no type"), ({"not": {"type": "null"}}, "$.not: not supported"), ({"type": "string", "nullable": True}, '$.nullable: not supported, expected "type": [..., "null"]'),
     ({"$ref": "#/$defs/A", "$defs": {"A": {"type": "array", "items": {"$ref": "#/$defs/A"}}}}, "$.$defs.A"),
     ({"$ref": "#/$defs/0", "$defs": {str(n): {"anyOf": [{"$ref": f"#/$defs/{n + 1}"}] * 2} for n in range(40)} | {"40": {"type": "null"}}}, "$.$defs"),
     ({"$ref": "#/$defs/0", "$defs": {str(n): {"type": "array", "items": {"$ref": f"#/$defs/{n + 1}"}} for n in range(40)} | {"40": {"type": "null"}}}, "$.$defs"),
@@ -206,6 +206,20 @@ PYDANTIC = json.loads("""{"$defs": {"Cat": {"properties": {"kind": {"const": "ca
  "pet": {"discriminator": {"mapping": {"cat": "#/$defs/Cat", "dog": "#/$defs/Dog"}, "propertyName": "kind"}, "oneOf": [{"$ref": "#/$defs/Cat"},
  {"$ref": "#/$defs/Dog"}], "title": "Pet"}, "price": {"exclusiveMinimum": 0, "title": "Price", "type": "number"}, "tags": {"default": [], "items":
  {"$ref": "#/$defs/Mood"}, "maxItems": 3, "title": "Tags", "type": "array"}}, "required": ["id", "pet", "price"], "title": "Order", "type": "object"}""")
+
+
+def test_hostile_schemas():
+    """Alternatives inside others are looked at once; a pattern's letters, too; Python's warnings are not the user's."""
+    def nest(depth, more):
+        return {str(n): {"oneOf": [{"type": "object", "properties": {"k": {"$ref": f"#/$defs/{n - 1}"}, "t": {"const": x}}, "required": ["k", "t"]}
+                                   for x in range(2)]} if n else {"oneOf": [{"const": 1}, {"const": more}]} for n in range(depth + 1)}
+    done = [subprocess.run([sys.executable, "-I", "-S", ROOT / "export.py", "--form", "-"], input=json.dumps(schema), capture_output=True,
+                           encoding="utf-8", timeout=20) for schema in (
+        {"$ref": "#/$defs/4", "$defs": nest(4, 2)}, {"$ref": "#/$defs/30", "$defs": nest(30, 2)}, {"$ref": "#/$defs/30", "$defs": nest(30, 1)},
+        {"type": "string", "pattern": "".join(map(chr, range(0x4e00, 0x4e00 + 400)))}, {"type": "string", "pattern": "^[^a-z&&[b]$"})]
+    assert [x.returncode for x in done] == [0, 1, 1, 0, 0] and [x.stderr.count("\n") for x in done] == [0, 1, 1, 0, 0], done
+    assert "too large" in done[1].stderr and "$.$defs[\"0\"].oneOf[1]: oneOf, expected nothing that may be of oneOf[0]" in done[2].stderr
+    assert re.fullmatch(done[4].stdout[:-1], '"&"') is None and re.fullmatch(done[4].stdout[:-1], '"A"')
 
 
 def test_command_line(tmp_path):

@@ -257,6 +257,10 @@ def test_permissions(tiny, file):
     file.chmod(0o664)
     ask_prompt(tiny, text(1, 60), file=file)
     assert file.stat().st_mode & 0o777 == 0o664 and file.stat().st_size > 0
+    link = file.with_name("link")                       # stays one: the data may have to lie elsewhere
+    link.symlink_to(file.name)
+    ask_prompt(tiny, text(3, 60), file=link)
+    assert link.is_symlink() and b"(0 cached)" not in ask_prompt(tiny, text(3, 60), file=file).stderr
     before = file.read_bytes()
     file.chmod(0o444)
     assert b"kept: not replaced: Permission denied\n" in ask_prompt(tiny, text(2, 60), file=file).stderr
