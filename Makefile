@@ -132,9 +132,6 @@ tests/.venv: FORCE
 check: tests/test
 	tests/test
 
-.DEFAULT:
-	@echo "make: $@: no such target, make help lists them" >&2; exit 2
-
 help:
 	@awk '!/^# / { exit } { print substr($$0, 3) }' Makefile
 
