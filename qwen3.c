@@ -207,7 +207,7 @@ typedef struct {
     int number;            // among layers of its kind: its place in the KV cache, or in State.delta
 } Layer;
 
-typedef struct {             // take_weights (Part II) has their order in the file
+typedef struct {             // a new one also goes to take_weights (Part II) and to export.py
     Matrix embedding;        // (vocab_size, dim)             model.embed_tokens
     Layer *layers;           // (n_layers)                    model.layers.N
     const float *rms_final;  // (dim)                         model.norm
@@ -1128,7 +1128,8 @@ typedef enum {
     IN_THINKING,                   // a stop id before the thinking has ended (Part II)
     LIMIT_REACHED, CONTEXT_ENDED,  // option -n; option -c
     REPEATS,                       // without -n: the answer goes round in circles
-    INTERRUPTED, FAILED            // any text: Ctrl-C; a draw's logits, nll, embedding not finite
+    INTERRUPTED,                   // any text: Ctrl-C
+    FAILED                         // an error: a draw's logits, nll or embedding are not finite
 } Ending;
 
 typedef struct Text {  // add_text makes it (Part II) of a prompt that has ids and fits
