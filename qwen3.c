@@ -9,7 +9,7 @@
    until it did this well. This program only uses them. It cuts a text, the prompt, into tokens
    (encode_raw, render) and runs each through the model (forward). Then it computes a number for
    each token of the vocabulary, higher for a likelier one (compute_logits), and draws one by these
-   numbers (sample). It appends this token, writes it and runs it, until the answer ends (run_text).
+   numbers (sample). It appends and writes it, and goes on from it until the answer ends (run_text).
 
    Inside the model, each token of the text is dim numbers: a vector x (dim), the residual stream.
    (A name is followed by its shape.) x begins as the token's row of the embedding table
@@ -207,7 +207,7 @@ typedef struct {
     int number;            // among layers of its kind: its place in the KV cache, or in State.delta
 } Layer;
 
-typedef struct {             // a new one also goes to take_weights (Part II) and to export.py
+typedef struct {             // a new weight, also of Layer: to take_weights, Part II, and export.py
     Matrix embedding;        // (vocab_size, dim)             model.embed_tokens
     Layer *layers;           // (n_layers)                    model.layers.N
     const float *rms_final;  // (dim)                         model.norm
@@ -393,8 +393,8 @@ static void add(float *x, const float *y, int n) {
 // theta^(-2j / rotary_dim), and k in the same way. If both are turned back by k's angle,
 // q . k does not change. Then k is as it was, and q is turned by the angle of their distance.
 // So of their positions only the distance counts. Pair 0 turns by 1 radian a position, nearly
-// once round in 6: it tells neighbours apart. Slower ones tell near from far: with Qwen3's theta
-// of 1e6 and rotary_dim 128, pair 36 of 64 goes round in 14,900 positions. The last pair is
+// once round in 6: it tells neighbours apart. Slower ones tell near from far: with a theta of 1e6
+// and rotary_dim 128, pair 36 of 64 goes round in 14,900 positions. The last pair is
 // 806,000 times as slow as pair 0: it turns by 3 degrees in 40,960 positions.
 
 // Returns the frequency of pair j in radians per position. If rope is scaled for texts longer than
@@ -811,7 +811,7 @@ typedef struct {           // the text around the messages of a conversation: se
     Bytes open[3];         // before a message, by role
     Bytes close[3];        // after it
     Bytes answer_open[2];  // in place of open before a new answer: [0] not to think, [1] to think
-    Bytes begun;           // before an answer's given beginning, if it has no <think> block (then:
+    Bytes begun;           // before an answer's given beginning (one with a <think> block gets
                            // open[ASSISTANT]); p NULL: answer_open[0]
     Bytes strip;           // </think>: all up to the last one is cut from an earlier answer,
     Bytes trim;            // and then any of these characters from the start of what is left
@@ -954,7 +954,7 @@ static void encode_flush(Encoder *enc) {
 }
 
 // Adds plain text for encode_flush. A mark in it, such as <|im_end|>, stays plain: no merges make
-// it, and encode_message finds none in a user's message: so in a chat nobody can type a mark.
+// it, and encode_message finds none in a user's message. So in a chat no user can type a mark.
 static void encode_plain(Encoder *enc, Bytes text) { buffer_add(&enc->pending, text); }
 
 // Adds a text. Each added token that it spells ends the plain text before it
@@ -1033,7 +1033,8 @@ static void keep_likelier(float *p, int n, int id) {
 
 // Sets all p but the k largest to 0; of equal ones the lower ids stay. It searches for the k-th
 // largest: always at least k values are >= least, and fewer than k are >= above. fast_exp gave 1
-// to 8e-39, or 0: so while least is 0, it tries above / 256; then the middle between the two.
+// to 8e-39, or 0. While least is 0, it tries above / 256, not / 2, which would take 130 steps;
+// then the middle between the two.
 static void keep_top_k(float *p, int n, int k) {
     float least = 0, above = 2;
     int kept = n;  // how many values are >= least
@@ -1124,12 +1125,12 @@ static double log_sum_exp(float *logits, int n) {
 
 typedef enum {
     GOES_ON,
-    COMPLETE,                      // a stop id, -x TEXT, the form's end; of other texts the last id
+    COMPLETE,                      // a stop id, -x TEXT, -g's end; of other texts the last id
     IN_THINKING,                   // a stop id before the thinking has ended (Part II)
     LIMIT_REACHED, CONTEXT_ENDED,  // option -n; option -c
     REPEATS,                       // without -n: the answer goes round in circles
     INTERRUPTED,                   // any text: Ctrl-C
-    FAILED                         // an error: a draw's logits, nll or embedding are not finite
+    FAILED                         // an error: results are not finite, or -g's form is too large
 } Ending;
 
 typedef struct Text {  // add_text makes it (Part II) of a prompt that has ids and fits
@@ -1138,7 +1139,7 @@ typedef struct Text {  // add_text makes it (Part II) of a prompt that has ids a
     size_t target;     // the number of the id that is predicted next: drawn or scored
     size_t n_prompt;   // ids before the answer, or before given answers (-o); in a perplexity all
     size_t max_ids;    // the most ids of prompt and answer (option -n)
-    size_t context;    // the most positions in the cache (option -c)
+    size_t context;    // the most positions in the cache (option -c), less the room of -o's answers
     bool embeds;       // no id is predicted: x becomes an embedding
     bool asks;         // no id is drawn: given answers are scored (option -o)
     double nll;        // the sum of -log(p) of its n scored ids: its perplexity is exp(nll / n)
@@ -1174,8 +1175,8 @@ static Ending append_id(const Tokenizer *tok, Text *text, int id) {
     return ids->n <= text->context ? GOES_ON : CONTEXT_ENDED;  // GOES_ON: there is room to run it
 }
 
-// With -g, returns a bit for each id, 1 if the answer may go on with it. Else, or if the text
-// thinks, returns NULL. (Part II)
+// With -g, a regular expression for the answer, returns a bit for each id, 1 if it may come next;
+// without -g, or while the text thinks, NULL. (Part II)
 static const uint32_t *allowed_ids(const Text *text);
 
 // Calls append_id for a drawn id. After N ids of thinking (option -r N), or when thinking
@@ -1228,7 +1229,7 @@ static Ending embed_text(const Model *m, Text *text, float *x) {
     return isfinite(squares) ? COMPLETE : FAILED;
 }
 
-// Does what the text is for, after the id before number `target` has run. Returns its Ending.
+// The id before number `target` has run: does what the text is for. Returns its Ending.
 static Ending use_output(Model *m, const Tokenizer *tok, Text *text) {
     if (text->embeds) return embed_text(m, text, m->state.x);
     if (text->target == text->ids.n) return draw_next(tok, text, compute_logits(m));
