@@ -1424,7 +1424,7 @@ static bool file_replace(const char *path, const char *name, int fd, bool whole)
 static const char *real_name(const char *path);  // of the file that a link names; else path
 #endif
 
-// Ctrl-C: its handler sets `interrupted`. Only run_dialogue clears it, once the turn is over. Loops
+// Ctrl-C: its handler sets `interrupted`. run_dialogue clears it, once the turn is over. Loops
 // over a text's bytes or over layers, and waits, end early if it is set. So who called one looks at
 // it first: ids of a text that was being encoded, x, logits and a line that was being read are not
 // used then, and no error is made of them. What an answer has drawn stays.
@@ -3028,8 +3028,8 @@ typedef struct Slot {  // what Part II has of a text, beside Text
     size_t watched;    // repeats count from this id on: at first n_prompt; with -n never (INT_MAX)
     int repeats;       // how much it repeats itself: see watch_repeats
     int closed_by;     // the Ending that closed its thinking, BY_BUDGET (-r N), or NOT_CLOSED
-    int form;          // with -g: the state after the answer's ids so far, and how many ids it
-    size_t form_start; // had when the form began: from there the state can be made again
+    int form;          // with -g: the state after the answer's ids so far
+    size_t form_start; // ids when the form began: from there on the state can be made again
     bool too_many;     // its form has too many states: it FAILED
     int choice;        // with -o: what it waits for, THINKS, FIRST_IDS, or a given answer's score
     int n_begun;       // given answers that were scored, or are
@@ -3066,13 +3066,13 @@ typedef struct Engine {  // the program's state
     bool thinks;       // the prompt ends inside <think>
     bool may_think;    // the prompt does, or the model may begin with <think>
     Ids budget_text;   // what ends thinking that has reached it
-    Ids after_think;   // what follows </think> before given answers
+    Ids after_think;   // what follows </think> before given answers, or a form
     Form *form;        // of the answers (-g), or NULL
     Choices next;      // the given answers of the next text: of -o, or with -o @NAME of its row
     size_t reserve;    // with -o: tokens that must fit after that text's prompt
     // Many texts at once only:
     double *row_nll;   // (logit_rows) -log(probability) of the id after each, if it is there
-    Kept kept[MOST_KEPTS];  // the last one makes room first: see keep_text
+    Kept kept[MOST_KEPTS];  // the last one makes room first: see put_least_last
     int n_kept;
     int *users;        // (Pass.n_blocks) how many texts that run, and Kepts, have this block
     int n_unused;      // blocks that nobody has
@@ -3091,7 +3091,7 @@ typedef struct Engine {  // the program's state
 
 static bool chooses(const Engine *e) { return e->kind >= CHOICES; }  // among given answers (-o)
 
-// Returns how many Kepts there are: one for each text that ends, those at marks, and with `steps`
+// Returns how many Kepts there are: those that texts leave, those at marks, and with `steps`
 // (-K, if there are states) those at steps.
 static int count_kepts(int texts, bool list, bool steps) {
     return texts + (texts > 1 ? 4 : list ? 2 : 1) + (steps ? KEPT_STEPS : 0);
@@ -3106,7 +3106,7 @@ static void writer_thinks(struct Writer *out, bool thinking);  // see Writing
 static void start_asking(Engine *e, Text *t, bool goes_on);    // this and the next: Given answers
 static bool next_choice(Engine *e, Text *t);
 
-// What Many texts at once, or -DPLAIN (nothing is kept, and a pass runs a text to its end), does:
+// Many texts at once has these, and -DPLAIN, too (nothing is kept, a pass runs a whole text):
 static void start_texts(Engine *e);                 // those that wait, as many as can run
 static bool run_pass(Engine *e);                    // returns false after Ctrl-C
 static void go_back(Engine *e, Text *t, size_t n);  // n_run becomes n or less: the rest runs again
@@ -3149,7 +3149,8 @@ static void fill_place(Engine *e, Text *t, const Ids *prompt) {
     for (size_t i = 0; i < prompt->n; i++) t->sampler.seen[prompt->p[i]] = true;
 }
 
-// Adds a prompt's text, to wait. rng: its sampler's first state. goes_on: it ends in an answer.
+// Adds a prompt's text, to wait. rng: its sampler's first state. goes_on: it ends in an answer's
+// beginning, or after thinking.
 static Text *add_text(Engine *e, const Ids *prompt, uint64_t rng, bool goes_on) {
     Text *t = e->order[e->n_texts++];
     Slot *slot = t->slot;
@@ -3165,8 +3166,8 @@ static Text *add_text(Engine *e, const Ids *prompt, uint64_t rng, bool goes_on) 
                 .sampler = t->sampler, .writer = t->writer, .slot = slot};
     t->sampler.rng = rng;
     writer_thinks(t->writer, slot->thinking);
-    // From the generation prompt on, the next turn differs. It is taken to begin with the last
-    // SPECIAL token. (A list's first text may be a turn, too, of another program's chat.)
+    // From the generation prompt on, the next turn differs. This prompt is taken to begin with the
+    // last SPECIAL token. (A list's text that is alone may be a turn of another program's chat.)
     size_t *mark = &slot->next_turn_at;
     if (e->mode == CHAT && (chooses(e) || e->n_texts == 1)) *mark = n - 1;
     while (*mark > 0 && !(e->tokenizer.kind[prompt->p[*mark]] & SPECIAL)) --*mark;
@@ -3214,7 +3215,7 @@ static void prepare_text(const Engine *e, const Text *t, bool again, bool draws)
     }
 }
 
-// Forgets all states, and returns true, if there are many, or not all of some text.
+// Forgets all states and returns true if they are many, a limit was reached, or texts take turns.
 static bool forget_states(Form *f) {
     const bool many = f->n_states > MOST_STATES / 2 || f->size > MOST_SIZE / 2;
     const bool forgets = many || f->full || f->takes_turns;
@@ -3250,7 +3251,7 @@ static bool run_pass(Engine *e) {
 // blocks go to a Kept. A text takes the ids with which it begins from a Kept or a text that runs
 // (prefix sharing): each block counts its users. A turn begins like the turn before it, and the
 // texts of a list often begin with one instruction. When no block is left, Kepts lose theirs, first
-// the last one: see keep_text. Then the youngest text has to stop. Later it runs again up to the
+// the last one. Then the youngest text has to stop. Later it runs again up to the
 // last id that it drew (preemption by recomputation).
 //
 // The invariant: a row is written only into a block with one user, and what counts as run (n_run;
@@ -3328,7 +3329,7 @@ static Kept *put_least_last(Engine *e, const Text *t) {
     if (!e->options.keep || !has_state(e) || e->most_texts > 1) return last;
     for (Kept *k = last; k >= e->kept; k--) {
         const bool begins = k->n > 0 && count_common(t, k->ids, k->n) == k->n;
-        size_t before = 0;  // ids of the Kept that would be taken in its place
+        size_t before = 0;  // ids of the Kept in its place (right if the text begins with all)
         for (const Kept *other = e->kept; other <= last; other++)
             if (other->n < k->n && other->n > before) before = other->n;
         const double ratio = begins ? (t->ids.n - before + 64.0) / (t->ids.n - k->n + 64) : 0;
@@ -3512,8 +3513,8 @@ static void schedule(Engine *e) {
 // before its guesses, and the right ones run again in the next pass, without new guesses.
 enum { NGRAM = 5, DRAFT_COST = 20, MOST_CREDIT = 40 * DRAFT_COST };
 
-// Returns the byte that has to come after a text, or -1. Where blanks may come before it, this is a
-// guess: as after the same bytes before.
+// Returns the byte that has to come after a text, or -1. If only blanks may stand beside it, it
+// guesses the byte that followed where the text's last blanks, and what is before them, stood last.
 static int guess_byte(Form *f, int state, Bytes text) {
     int only = -1, n = 0, others = 0;
     size_t k = 1;
@@ -3532,7 +3533,8 @@ static int guess_byte(Form *f, int state, Bytes text) {
 }
 
 // Guesses up to `most` ids after a text, where its form leaves one way. Returns how many: not one
-// that is all there is to guess, because the model often joins it with what comes then.
+// that is all there is to guess, because the model often joins it with what comes then. (If a limit
+// of states is reached here, prepare_masks forgets them.)
 static int guess_form(const Engine *e, Text *t, int most) {
     const Tokenizer *tok = &e->tokenizer;
     const size_t n = t->ids.n;
@@ -3667,8 +3669,9 @@ static float *logits_of(const Engine *e, int row) {
     return e->pass->logits + (size_t)row * e->tokenizer.vocab_size;
 }
 
-// Draws the next id. If it was guessed, the row of the guess has run, too: its logits give the id
-// after it, and so on. Another id takes the place of the guess, and later its place in the cache.
+// Draws the next id, in a list on any thread: so what it calls only reads the form, and reports
+// nothing. If the id was guessed, the row of the guess has run, too: its logits give the id after
+// it, and so on. Another id takes the place of the guess, and later its place in the cache.
 static void draw(Engine *e, int i) {
     Text *t = e->order[i];
     Slot *slot = t->slot;
@@ -3742,7 +3745,8 @@ static bool run_pass(Engine *e) {
     schedule(e);
     draft_texts(e);
     const int n = make_rows(e);
-    // Ctrl-C in a chat's prompt, or with -K: what ran before this pass stays. (No guesses yet.)
+    // Ctrl-C in a chat's prompt, or with -K: what ran before this pass stays, but in a list with
+    // states. (No guesses yet.)
     Text *first = e->order[0];
     const bool stays = e->dialogue || (e->options.keep && e->n_running == 1);
     const bool saves = has_state(e) && stays && first->n_run < first->n_prompt;
@@ -3762,7 +3766,8 @@ static bool run_pass(Engine *e) {
     if (e->prompt_end == 0) e->prompt_end = now();
     if (e->mode != EMBED) classify(e->pass, e->pass->n_needed);
     if (e->form) prepare_masks(e);
-    // The main thread writes the answer of a text alone: Ctrl-C makes it try a stopped write again.
+    // A text that is alone is written as it is drawn: by the main thread, the only one whose write
+    // Ctrl-C ends (write_stdout goes on with it).
     const bool one_draws = e->n_running == 1 || (e->form && e->form->takes_turns);
     if (!one_draws || e->mode == PERPLEXITY) on_all_threads(end_pass, e);
     else end_pass(e);
@@ -3772,8 +3777,9 @@ static bool run_pass(Engine *e) {
 // ------------------------------------------------------------------------------------------------
 // A file of what is kept (-K FILE), for later runs whose prompts begin alike. When a run begins,
 // FILE becomes Kepts. When it ends, FILE gets the first Kept, and with states those with which its
-// text begins. It is of the text that ended last; with states and several places, of what a text
-// took last. Only the time depends on FILE, because a row's results are the same in all runs.
+// text begins. It is of the text that ended last; with states and several places, of what was
+// taken, or made at a mark, last. Only the time depends on FILE, because a row's results are the
+// same in all runs.
 //
 // Nobody knows where the next prompt will differ. So is_step makes Kepts such that it reruns at
 // most 64 ids, or eight times those that differ, and a block. Where it does differ from FILE's
@@ -3784,7 +3790,7 @@ static bool run_pass(Engine *e) {
 //   float block[]    for each block of n positions: see The KV cache
 //   float state[]    with states for each Kept, the shortest first
 //
-// and after each of these parts its hash (u64). No data are used before their hash was right.
+// and after each of these parts its hash (u64). Ids and data are used once their hash was right.
 
 enum { OF_MODEL, OF_BUILD, OF_LIBM, OF_BITS, N_ORIGINS };
 static const char *const origins[] = {"model", "version or CPU", "C library", "-C"};
@@ -3793,7 +3799,7 @@ static const char *const origins[] = {"model", "version or CPU", "C library", "-
 typedef struct {
     char magic[8];
     uint64_t origin[N_ORIGINS];  // hashes, and the number of -C
-    uint64_t n[MOST_KEPTS];      // ids of each Kept, ascending, then 0; without states of one
+    uint64_t n[MOST_KEPTS];      // ids of each Kept, ascending, then 0; without states there is one
     char again[8];               // the magic: a damaged FILE still has one of them
 } Head;
 enum { IDS_AT = sizeof(Head) + sizeof(uint64_t) };
@@ -4212,6 +4218,9 @@ static Ending add_id(const Tokenizer *tok, Text *t, int id) {
     return ending;
 }
 
+// NULL: no form, or it thinks. In its turn all states are forgotten, and this text's made anew, and
+// once more if those of the text before filled the form. Its state is not LEFT then: the mask of
+// the state before it was made within the same limits, and had the way to it.
 static const uint32_t *allowed_ids(const Text *t) {
     const Slot *slot = t->slot;
     Form *f = slot->engine->form;
@@ -4337,13 +4346,13 @@ static void compare_all(Choices *all) {
 // Encodes the given answers of the next text: with -m generate -o @NAME each together with its
 // prompt, else `prompt` is empty. Joined to its prompt, a TEXT may change the prompt's last ids:
 // then the ids of all TEXTs begin at the first one that any changes. As in lm-evaluation-harness,
-// those after as many as e->prompt has are the TEXT's own. Returns what is wrong, or NULL.
+// those from place e->prompt.n on are the TEXT's own. Returns what is wrong, or NULL.
 static const char *encode_choices(Engine *e, Bytes prompt) {
     const Tokenizer *tok = &e->tokenizer;
     const Ids *ids = &e->prompt;
     Choices *all = &e->next;
     Choice *const end = all->p + all->n;
-    const size_t fixed = strip_end(tok, prompt).n ? tok->prefix.n : ids->n;  // these ids stay
+    const size_t fixed = strip_end(tok, prompt).n ? tok->prefix.n : ids->n;  // no TEXT changes one
     const size_t closing = e->may_think ? e->budget_text.n : 0;
     size_t same = ids->n;  // so many first ids of e->prompt no TEXT changes
     Buffer text = {0};
@@ -5271,7 +5280,7 @@ static void prepare_answers(Engine *e) {
     const size_t open = find_last(answer, bytes("<think>"));
     const size_t close = find_last(answer, bytes("</think>"));
     const bool model_may = !open && !close && tok->think >= 0 && f->strip.n;
-    e->thinks = e->mode == CHAT && open > close;
+    e->thinks = e->mode == CHAT && open > close && tok->end_think >= 0;
     e->may_think = e->thinks || (e->mode == CHAT && model_may);
     encode_part(tok, bytes(end_of_budget), true, &e->budget_text);
     encode_part(tok, bytes("\n\n"), true, &e->after_think);
@@ -5290,7 +5299,7 @@ static void prepare_answers(Engine *e) {
 static int choose_context(const Engine *e) {
     const Config *c = &e->model.config;
     const int asked = e->options.context, least = modes[e->mode].least, most = c->max_seq_len;
-    const double states = (double)count_states(1, false, false) * state_size(c);  // a chat's
+    const double states = (double)count_states(1, false, false) * state_size(c);  // without -K
     const double room = memory_size() / 4 - states * sizeof(float);
     const double positions = e->mode == PERPLEXITY ? 0 : room / position_size(c);
     const int fitting = min_int((int)fmax(fmin(positions, INT_MAX) / 1024, 4) * 1024, most);
@@ -7269,9 +7278,7 @@ static Pass *pass_init(const Model *m, int batch, int logit_rows, int texts) {
     }
     return p;
 }
-#endif
 
-#ifndef PLAIN
 // Four hashes, each of every fourth word (u64): none waits for the products of the others.
 static uint64_t hash_of(uint64_t seed, const void *bytes, size_t n) {
     const uint64_t factor = 0x9E3779B97F4A7C15u;
