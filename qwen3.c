@@ -1595,7 +1595,7 @@ static void die_export(const char *file, const char *what, int n, const char *so
 static const char *name_hint(const char *path) {
     if (*path == '~' || strchr(path, '*')) return " (in quotes, ~ and * stay as they are)";
     if (file_mode(say("%s.bin", path))) return say(" (%s.bin is there)", path);
-    return strchr(path, ' ') ? " (is it a prompt? that goes with -i)" : "";
+    return strchr(path, ' ') && !strstr(path, ".bin") ? " (is it a prompt? that goes with -i)" : "";
 }
 
 // Ends the program if MODEL is no file, or another one than was meant.
