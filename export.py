@@ -189,9 +189,11 @@ class Part(NamedTuple):
     def list_cases(self) -> list[tuple[str, Part]]:
         self.need(type(self.value) is dict, "no schema", "an object")
         choice = next((key for key in (*CHOICES, "type") if key in self.value), None)
-        for key in self.value.keys() - NOTES.split() if not choice else ():
-            self.member(key).need(False, "not supported", f"type or {' or '.join(CHOICES)}")
-        self.need(choice, "any value (an example?)", f"type or {' or '.join(CHOICES)}")
+        if not choice:
+            expected = f"type or {' or '.join(CHOICES)}"
+            for key in self.value:
+                self.member(key).need(key in NOTES.split(), "not supported", expected)
+            self.need(False, "any value (an example?)", expected)
         chosen, types = self.member(choice), self.value.get("type", [])
         types = types if type(types) is list else [types]
         chosen.need({*types} <= {*LIMITS} and (types or "type" not in self.value), "no type",
@@ -445,10 +447,11 @@ def print_form(args: list[str]) -> None:
             schema = json.loads(text, object_pairs_hook=take)
         except json.JSONDecodeError as error:
             raise FormError(f"no JSON Schema, expected JSON ({error})") from None
-        path, inside = "", schema
-        while name := type(inside) is dict and inside.get("type") != "object" and next(
-                (x for x in ("json_schema", "schema", "function", "parameters") if x in inside), ""):
-            path, inside = f"{path}.{name}", inside[name]
+        path, inside, name = "", schema, "schema"
+        while name and type(inside) is dict and inside.get("type") != "object":
+            names = ("json_schema", "schema", "function", "parameters")
+            if name := next((x for x in names if x in inside), ""):
+                path, inside = f"{path}.{name}", inside[name]
         if path:
             raise FormError(f"the schema stands in it: jq {path} FILE | export.py --form -")
         sys.stdout.buffer.write(Part("$", schema, schema).write().encode() + b"\n")

@@ -198,7 +198,7 @@ typedef struct {
     const float *conv;     // (PAST + 1, delta_dim) or NULL: attention   conv1d
     const float *forget;   // (delta_v_heads)             exp(A_log)
     const float *dt_bias;  // (delta_v_heads)             dt_bias
-    const float *o_norm;   // (DELTA_DIM)                 norm (its other norms: HF's weight + 1)
+    const float *o_norm;   // (DELTA_DIM)                 norm (Qwen3.5's others: HF's weight + 1)
     const float *wa, *wb;  // (delta_v_heads, dim)        in_proj_a, in_proj_b
     // With experts, w1, w3 and w2 hold the rows of expert 0, then those of expert 1, and so on.
     Matrix w1, w3;         // (hidden_dim, dim)           mlp.gate_proj, up_proj
@@ -207,7 +207,7 @@ typedef struct {
     int number;            // among layers of its kind: its place in the KV cache, or in State.delta
 } Layer;
 
-typedef struct {             // a new weight, also of Layer: to take_weights, Part II, and export.py
+typedef struct {             // a new weight, here or in Layer, goes to take_weights and export.py
     Matrix embedding;        // (vocab_size, dim)             model.embed_tokens
     Layer *layers;           // (n_layers)                    model.layers.N
     const float *rms_final;  // (dim)                         model.norm
@@ -1421,7 +1421,7 @@ static bool file_move(int fd, void *p, size_t n, uint64_t at, bool writes);
 // it replaces `path`. Else, or if it can't (errno), it is removed, and the result is false.
 static int file_create(const char *path, char name[LONGEST_NAME]);
 static bool file_replace(const char *path, const char *name, int fd, bool whole);
-static const char *real_name(const char *path);  // of the file that a link names; else path
+static void real_name(const char *path, char name[LONGEST_NAME]);  // of what a link names; or path
 #endif
 
 // Ctrl-C: its handler sets `interrupted`. run_dialogue clears it, once the turn is over. Loops
@@ -2429,9 +2429,9 @@ static int next_state(Form *f, int state, uint8_t byte) {
     const FormState s = f->states[state];
     const bool begun = s.lacks > 0, any = s.low > s.high;
     const int lacks = begun ? s.lacks - 1 : (byte >= 0x80) + (byte >= 0xE0) + (byte >= 0xF0);
-    const int unit = 1 << 6 * lacks;  // so many characters begin with the same bytes, this one too
-    // from .. to, which may begin as far as this: those that differ only in this byte are a unit
-    // apart. bits: the number of the unit that this byte chooses.
+    const int unit = 1 << 6 * lacks;  // so many characters begin with these bytes
+    // They are a unit. from .. to: characters that other bytes may begin, too. bits: the place of
+    // this byte's unit among units that follow each other.
     int from = any ? 0 : begun ? s.low : least[lacks];
     int to = any ? 64 * unit - 1 : begun ? s.high : least[lacks + 1] - 1;
     const int bits = begun ? to / unit / 64 * 64 + (byte & 63) : lacks ? byte & 63 >> lacks : byte;
@@ -2840,7 +2840,8 @@ static const struct { const char *others, *here; } hints[] = {
     {" embedding embeddings ", "-m embed"}, {" stream ", "nothing: answers come as they are made"},
     {" ng ngl gpu gpu-layers n-gpu-layers device ", "nothing: all runs on the CPU"},
     {" port host ", "nothing: there is no server here"}, {" V ", "-v or --version"},
-    {" image mmproj ", "nothing: there are no images here"}, {"  ", "-f - (stdin)"},
+    {" image mmproj ", "nothing: there are no images here"},
+    {"  ", "-f - (stdin)"},  // for - alone
     {" lora ", "nothing: a LoRA is merged into its model before the export"},
     {" hf hf-repo ", "a file: export.py ORGANIZATION/NAME makes it"}};
 
@@ -2870,8 +2871,8 @@ static void set_model(Options *o, const char *arg, const char *before) {
     if (odd) die_usage("%.80s: begins with a typographic dash or quote, expected - or \"", odd);
     if (*before == '-' && before[1] >= 'A' && !before[2] && !o->given[(uint8_t)before[1]])
         die_usage("%s: was taken for the value of the option before it, is one missing?", before);
-    const char *const last = o->model ? say(" %s ", o->model) : "";
-    const bool command = o->model && strstr(" run serve list ls ps show pull chat help ", last);
+    const char *const commands = " run serve list ls ps show pull chat help ";  // of others
+    const bool command = o->model && strstr(commands, say(" %s ", o->model));
     if (o->model && (command || file_mode(arg)) && !file_mode(o->model))
         die_usage("%.80s: before \"%.99s\", expected MODEL first, no command; -i has the prompt",
                   o->model, arg);
@@ -3969,7 +3970,7 @@ static void save_kept(void) {
     Engine *e = filed.e;
     const char *file = e->options.keep;
     const double start = now();
-    char part[LONGEST_NAME];
+    char part[LONGEST_NAME], target[LONGEST_NAME];
     if (atomic_flag_test_and_set(&dying)) return;  // memory is short, perhaps within a job
     atomic_flag_clear(&dying);
     for (int i = 0; i < e->n_running && !has_state(e); i++) keep_text(e, e->order[i]);
@@ -3977,7 +3978,7 @@ static void save_kept(void) {
     while (text < e->kept + e->n_kept - 1 && (text->n == 0 || text->from)) text++;
     if (text->from || text->n - count_filed(text) <= text->n / 8) return;
     interrupted = 0;
-    const char *target = real_name(file);
+    real_name(file, target);
     Filed out = {.e = e, .writes = true, .fd = file_create(target, part)};
     const bool whole = out.fd >= 0 && write_filed(&out, text);
     const double size = whole ? file_size(out.fd) / 1e6 : 0;  // else errno stays
@@ -4612,10 +4613,10 @@ static void check_options(Engine *e) {
         if (o->given[(uint8_t)letter] && strchr(modes[e->mode].idle, letter))
             notice("-%c: no effect with -m %s", letter, modes[e->mode].name);
         const char *const name = text && *text == '@' ? text + 1 : text;
-        if (text && strchr("iyg", letter) && (S_ISREG(file_mode(name)) || is_schema(name)))
+        const bool schema = letter == 'g' && text && is_schema(text);
+        if (schema || (text && strchr("iyg", letter) && S_ISREG(file_mode(name))))
             warn("-%c: the name of a file, taken as text; %s reads it", letter, letter == 'i' ? "-f"
-                 : letter == 'y' ? "-y \"$(cat FILE)\"" : is_schema(name)
-                 ? "-g \"$(export.py --form FILE)\"" : "-g \"$(cat FILE)\"");
+                 : schema ? "-g \"$(export.py --form FILE)\"" : say("-%c \"$(cat FILE)\"", letter));
         else if (name != text && strchr("iy", letter) && !strpbrk(name, " \n"))
             notice("-%c: @ is a sign of the text; no such file", letter);
         if (text && letter == 'i' && !strcmp(text, "-")) warn("-i: - is taken as text, not stdin");
@@ -5516,7 +5517,8 @@ static const char *const unread[] = {
 // Adds a message to `talk` and returns its role.
 static int json_message(Json *j, Conversation *talk) {
     static const char *const roles[] = {"system", "user", "assistant", "developer"};
-    static const char *const others[] = {"text", "value", "contents", "Content", "message", "msg"};
+    static const char *const others[] = {"text", "value", "contents", "Content", "message", "msg",
+                                         NULL};  // what stands in place of "content" by mistake
     Json name = json_member(*j, "role"), content = json_member(*j, "content");
     int role = json_take_string(&name) ? 3 : -1;  // -1: an unknown one, which is an error
     while (role >= 0 && !bytes_are(bytes_of(j->text), roles[role])) role--;
@@ -5530,9 +5532,9 @@ static int json_message(Json *j, Conversation *talk) {
     Buffer *text = &conversation_add(talk, role, (Bytes){0})->text;
     if (json_take_string(&content)) buffer_add(text, bytes_of(j->text));
     else if (json_take(&content, "[")) json_parts(j, content, text);
-    else if (!json_take(&content, "null")) {  // no text, as if there is neither it nor another name
+    else if (!json_take(&content, "null")) {  // null, or no content at all, is no text
         bool wrong = content.rest.n;
-        for (int i = 0; i < 6; i++) wrong |= json_member(*j, others[i]).rest.n > 0;
+        for (int i = 0; others[i]; i++) wrong |= json_member(*j, others[i]).rest.n > 0;
         json_check(j, !wrong, "content", "a string, or an array of parts");
     }
     json_value(j, 0);
@@ -7582,9 +7584,10 @@ static int file_create(const char *path, char name[LONGEST_NAME]) {
     return fd;
 }
 
-static const char *real_name(const char *path) {
-    const char *name = realpath(path, NULL);  // NULL: there is none yet
-    return name && strlen(name) <= LONGEST_PATH ? name : path;
+static void real_name(const char *path, char name[LONGEST_NAME]) {
+    char *real = realpath(path, NULL);  // NULL: there is none yet
+    snprintf(name, LONGEST_NAME, "%s", real && strlen(real) <= LONGEST_PATH ? real : path);
+    free(real);
 }
 
 static bool file_replace(const char *path, const char *name, int fd, bool whole) {

@@ -435,7 +435,7 @@ NOTICES = [  # mode, options, the notice or None
     ("chat", ("-g", "a::=b"), "-g: a grammar (::=), taken as text; expected a regular expression, yes|no"),
     ("chat", ("-g", r"yes\|no"), r"-g: \( \| \) are these signs in the answer; ( | ) make groups and ways"),
     *[("chat", ("-e", value), f"-e: {value} breaks the text, expected 1 (off) to 2, mostly 1.05 to 1.2") for value in ("11", "0.5")],
-    *[("chat", options, None) for options in (("-y", "Be brief."), ("-i", "."), ("-f", "a b"))],
+    *[("chat", options, None) for options in (("-y", "Be brief."), ("-i", "What is package.json"), ("-y", "a.json"), ("-i", "."), ("-f", "a b"))],
     *[(mode, (option, value), None) for option, value in OF_ANSWERS.items() for mode in MODES[:2]],
     *[(mode, (), None) for mode in MODES], ("chat", ("-n", "3", "-x", "a", "-y", "a"), None)]
 
