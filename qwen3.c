@@ -2473,40 +2473,47 @@ static void start_states(Form *f) {  // and forgets all others
     f->n_states = FIRST_OTHER;
 }
 
-typedef struct { uint64_t start; const Bytes *text; } FormToken;  // start: its first 8 bytes
-static int compare_tokens(const void *a, const void *b) {
-    const FormToken *x = a, *y = b;
-    if (x->start != y->start) return x->start < y->start ? -1 : 1;
-    const int order = memcmp(x->text->p, y->text->p, min_size(x->text->n, y->text->n));
-    return order ? order : (x->text->n > y->text->n) - (x->text->n < y->text->n);
-}
-
 // Lists the tokens that an answer may have: those with a text that is written, but no stop ids,
-// and in a chat not those that begin and end thinking.
+// and in a chat not those that begin and end thinking. A key is a text's first 4 bytes, and the id.
+// Keys are sorted by each of these bytes, the last one first (LSD radix sort).
 static void list_tokens(Form *f, const Tokenizer *tok, bool chat) {
-    FormToken *all = grow(NULL, &(size_t){0}, 0, tok->vocab_size, sizeof(*all));
+    uint64_t *keys = grow(NULL, &(size_t){0}, 0, tok->vocab_size, sizeof(*keys));
+    uint64_t *sorted = grow(NULL, &(size_t){0}, 0, tok->vocab_size, sizeof(*keys));
     bool is_token[256] = {false};
+    Bytes last = {0};
     for (int id = 0; id < tok->vocab_size; id++) {
         const Bytes text = tok->text[id];
         const bool marks = chat && (id == tok->think || id == tok->end_think);
         if (text.n == 0 || tok->kind[id] & SPECIAL || is_stop(tok, id) || marks) continue;
         is_token[*text.p] |= text.n == 1;
-        uint64_t start = 0;
-        for (size_t i = 0; i < 8; i++) start = start << 8 | (i < text.n ? text.p[i] : 0);
-        all[f->n_tokens++] = (FormToken){start, &tok->text[id]};
+        keys[f->n_tokens] = id;
+        for (size_t i = 0; i < min_size(text.n, 4); i++)
+            keys[f->n_tokens] |= (uint64_t)text.p[i] << (56 - 8 * i);
+        f->n_tokens++;
     }
     for (int i = 0; i < 256; i++)
         if (!is_token[i]) die("-g: byte 0x%02x is no token of this model that answers may have", i);
-    qsort(all, f->n_tokens, sizeof(*all), compare_tokens);
+    for (int shift = 32; shift < 64; shift += 8) {
+        int at[257] = {0};  // where the next key with each byte goes
+        uint64_t *from = keys;
+        for (int i = 0; i < f->n_tokens; i++) at[(from[i] >> shift & 255) + 1]++;
+        for (int byte = 0; byte < 256; byte++) at[byte + 1] += at[byte];
+        for (int i = 0; i < f->n_tokens; i++) sorted[at[from[i] >> shift & 255]++] = from[i];
+        keys = sorted;
+        sorted = from;
+    }
     f->tokens = alloc(f->n_tokens, sizeof(*f->tokens), "-g");
     for (int i = 0; i < f->n_tokens; i++) {
-        const Bytes text = *all[i].text, last = i ? *all[i - 1].text : (Bytes){0};
+        const int id = (int)(uint32_t)keys[i];
+        const Bytes text = tok->text[id];
         size_t common = 0;
         while (common < min_size(text.n, last.n) && text.p[common] == last.p[common]) common++;
-        f->tokens[i] = (struct Listed){all[i].text - tok->text, text.n, common};
+        f->tokens[i] = (struct Listed){id, text.n, common};
         buffer_add(&f->rests, bytes_from(text, common));
+        last = text;
     }
-    free(all);
+    free(keys);
+    free(sorted);
 }
 
 // Makes a state's mask: path[i] is the state after i bytes of a token.
