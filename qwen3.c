@@ -1622,7 +1622,10 @@ static void take_header(Cursor *in, Config *c) {
     if (magic == 0x46554747) die_export(in->file, "a GGUF file", INT_MAX, in->file);
     if (magic != 0x616A6331)
         die("%s: not a qwen3.c model, expected a file made by export.py (magic 0x616a6331), "
-            "found 0x%08x", in->file, magic);
+            "found %s", in->file,
+            (magic & 0xFFFF) == 0x8B1F ? "a gzip file: gzip -d makes it one"
+            : magic == 0x73726576 ? "a Git LFS pointer: git lfs pull fetches the file"
+            : (magic & 0xFF) == '<' ? "a web page: download it again" : say("0x%08x", magic));
     take_number(in, "version", false, 1, 1);
     TAKE(c, dim, 1, 1 << 20);
     TAKE(c, hidden_dim, 1, 1 << 20);
@@ -2826,7 +2829,7 @@ static const Option options[] = {  // those with a value
     {'s', SEED, PLACE(seed), 0, INT_MAX, "a 64-bit integer", " seed "},
     {'n', INTEGER, PLACE(n), -1, INT_MAX, NULL,
      " n-predict predict num-predict max-tokens max-new-tokens max-completion-tokens "},
-    {'c', INTEGER, PLACE(context), 0, INT_MAX, NULL, " ctx-size num-ctx context max-model-len "},
+    {'c', INTEGER, PLACE(context), 0, INT_MAX, NULL, " ctx ctx-size num-ctx context max-model-len "},
     {'C', INTEGER, PLACE(cache_bits), 8, 32, "8 or 32",
      " cache-type-k cache-type-v ctk ctv kv-cache-dtype cache-bits kv-bits "},
     {'K', TEXT, PLACE(keep), 1, LONGEST_PATH, "a file's name",
@@ -2846,7 +2849,7 @@ static const struct { const char *others, *here; } hints[] = {
     {" chat conversation cnv interactive ", "nothing: without -i and -f it chats"},
     {" embedding embeddings ", "-m embed"}, {" stream ", "nothing: answers come as they are made"},
     {" ng ngl gpu gpu-layers n-gpu-layers device ", "nothing: all runs on the CPU"},
-    {" port host ", "nothing: there is no server here"}, {" V ", "-v or --version"},
+    {" port host server serve api ", "nothing: there is no server here"}, {" V ", "-v or --version"},
     {" image mmproj ", "nothing: there are no images here"},
     {"  ", "-f - (stdin)"},  // for - alone
     {" lora ", "nothing: a LoRA is merged into its model before the export"},
@@ -2878,6 +2881,8 @@ static void set_model(Options *o, const char *arg, const char *before) {
     if (odd) die_usage("%.80s: begins with a typographic dash or quote, expected - or \"", odd);
     if (*before == '-' && before[1] >= 'A' && !before[2] && !o->given[(uint8_t)before[1]])
         die_usage("%s: was taken for the value of the option before it, is one missing?", before);
+    if (o->model && !file_mode(o->model) && file_mode(say("%s %s", o->model, arg)))
+        die_usage("\"%.99s %.99s\" is one name: expected quotes around it", o->model, arg);
     const char *const commands = " run serve list ls ps show pull chat help ";  // of others
     const bool command = o->model && strstr(commands, say(" %s ", o->model));
     if (o->model && (command || file_mode(arg)) && !file_mode(o->model))
@@ -4595,8 +4600,13 @@ static void check_form(const char *text) {
     const bool grammar = strstr(text, "::=");
     if (!grammar && !strpbrk(text, "[(|.?*+{\\"))
         notice("-g: each answer is this text alone; ways are yes|no, others in RECIPES.md");
-    if (n > 1 && strchr("/'", *text) && text[n - 1] == *text)
+    const char *last = strrchr(text, *text), *set = strchr(text, '['), *bar = strchr(text, '|');
+    if (n > 1 && strchr("/'", *text) && last > text && last[1 + strspn(last + 1, "gimsu")] == 0)
         notice("-g: %c at both ends is a sign of the answer", *text);
+    if (set && bar > set && isalpha((uint8_t)bar[-1]) && memchr(set, ']', bar - set) == NULL)
+        notice("-g: | in [...] is a sign of the answer; (yes|no) makes ways");
+    if (!strchr(text, '"') && (strstr(text, "\\\\d") || strstr(text, "\\\\w")))
+        notice("-g: \\\\ is a backslash in the answer; \\d is a digit, \\w a letter");
     if (plain && (strstr(text, " |") || strstr(text, "| ")))
         notice("-g: a blank beside | is a sign of the answer");
     if (plain && strstr(text, "\\|"))
@@ -4627,8 +4637,9 @@ static void check_options(Engine *e) {
         else if (name != text && strchr("iy", letter) && !strpbrk(name, " \n"))
             notice("-%c: @ is a sign of the text; no such file", letter);
         if (text && letter == 'i' && !strcmp(text, "-")) warn("-i: - is taken as text, not stdin");
-        if (text && letter == 'o' && strchr("(^", *text))
-            notice("-o: %c is a sign of the answer; -g takes an expression", *text);
+        const char *odd = !text ? NULL : strchr("(^/", *text) ? text : strstr(text, "\\|");
+        if (odd && letter == 'o')
+            notice("-o: %c is a sign of the answer; -g takes an expression", *odd);
         if (text && letter == 'g') check_form(text);
         if (text && letter != 'g' && strstr(text, "\\n") && !strchr(text, '\n'))
             warn_once(e->gave_escape, "-%c: \\n is no newline here, $'...' makes newlines", letter);
@@ -5129,6 +5140,8 @@ static void run_script(Engine *e) {
     size_t n = 0;
     for (Bytes line; !interrupted && next_line(&in, &line, true);) {
         check_utf8(e, in.name, ++n, line);
+        if (chop(line).n == 0)
+            die("prompt: empty, expected a text (line %zu; grep . takes such lines away)", n);
         chat_turn(e, chop(line));
     }
     free(in.data.p);
@@ -5531,7 +5544,7 @@ static int json_message(Json *j, Conversation *talk) {
     while (role >= 0 && !bytes_are(bytes_of(j->text), roles[role])) role--;
     if (role == 3) role = SYSTEM;  // OpenAI's newer name for it
     json_check(j, name.rest.n, "messages", "{\"role\": ..., \"content\": ...} " EACH_A_LINE);
-    json_check(j, role >= 0, "role", "system, user or assistant");
+    json_check(j, role >= 0, "role", "system, user or assistant (a tool's result: user)");
     for (int i = 0; i < 4 && !j->ignored.n; i++) {
         const Json value = json_member(*j, unread[i]);
         if (memchr("[{\"", json_byte(&value), 3)) buffer_print(&j->ignored, ", %s", unread[i]);

@@ -304,6 +304,12 @@ def test_oldest_turns_go_when_the_context_is_full(chain, tokenizer):
     assert result.stderr.count(b"context: full") == drops > 1
 
 
+def test_script_with_an_empty_line(chain):
+    result = qwen3(chain("Ċ", "a", END), "-m", "chat", "-t", 0, "-q", stdin=b"one\n\ntwo\n")
+    assert result.returncode == 1 and result.stdout == b"a\n"
+    assert result.stderr == b"qwen3: prompt: empty, expected a text (line 2; grep . takes such lines away)\n"
+
+
 def test_script_with_a_line_that_can_never_fit(chain):
     result = qwen3(chain("Ċ", "a", END), "-m", "chat", "-t", 0, "-q", "-c", 64, stdin=b"one\n" + b"7" * 90 + b"\n")
     assert result.returncode == 1 and result.stdout == b"a\n"

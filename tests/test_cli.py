@@ -120,7 +120,7 @@ def test_no_option_is_forgotten(tiny):
 
 OTHERS = {  # other programs' options, and what is here
     "-t": "--temp --temperature --temp=1 -temp", "-p": "--top-p --top_p", "-k": "--top-k --top_k=3",
-    "-s": "--seed", "-i": "--prompt", "-j": "--threads", "-c": "--ctx-size --num_ctx", "-C": "--cache-type-k --kv_cache_dtype=fp8",
+    "-s": "--seed", "-i": "--prompt", "-j": "--threads", "-c": "-ctx --ctx-size --num_ctx", "-C": "--cache-type-k --kv_cache_dtype=fp8",
     "-K": "--prompt-cache",
     "-n": "--n-predict --max-tokens --max_tokens", "-y": "--system -sys", "-e": "--repeat_penalty",
     "-x": "--stop", "-r 1": "--think --enable_thinking", "-r 0": "--no-think", "-v": "--verbose",
@@ -163,6 +163,12 @@ def test_mistakes(command, words):
     result = qwen3(*shlex.split(command))
     assert_error(result, 2, *words)
     assert b"M: " not in result.stderr
+
+
+def test_a_model_with_a_blank_in_its_name(small, tmp_path):
+    model = tmp_path / "my model.bin"
+    model.symlink_to(small)
+    assert_error(qwen3(*str(model).split(" "), "-i", "x"), 2, f'"{model}" is one name: expected quotes around it')
 
 
 @pytest.mark.parametrize("path, words", [
@@ -428,10 +434,14 @@ NOTICES = [  # mode, options, the notice or None
     ("chat", ("-t", "7"), "-t: 7 draws nearly at random, expected 2 or less (-j: threads)"), ("chat", ("-t", "2"), None),
     ("chat", ("-s", "-1"), "-s: -1 is a seed as others are; without -s each run draws one"),
     ("chat", ("-g", "json"), "-g: each answer is this text alone; ways are yes|no, others in RECIPES.md"),
-    ("chat", ("-g", "/yes|no/"), "-g: / at both ends is a sign of the answer"), ("chat", ("-g", "yes | no"), "-g: a blank beside | is a sign of the answer"),
+    *[("chat", ("-g", form), "-g: / at both ends is a sign of the answer") for form in ("/yes|no/", "/yes|no/i")],
+    ("chat", ("-g", "yes | no"), "-g: a blank beside | is a sign of the answer"), ("chat", ("-g", "[^|x]|[y|]"), None),
+    ("chat", ("-g", "[yes|no]"), "-g: | in [...] is a sign of the answer; (yes|no) makes ways"),
+    ("chat", ("-g", r"\\d+"), r"-g: \\ is a backslash in the answer; \d is a digit, \w a letter"), ("chat", ("-g", r'"\\d"'), None),
     ("chat", ("-g", "none.json"), '-g: the name of a file, taken as text; -g "$(export.py --form FILE)" reads it'),
     ("chat", ("-i", "@none"), "-i: @ is a sign of the text; no such file"), ("chat", ("-i", "-"), "-i: - is taken as text, not stdin"),
-    ("chat", ("-o", "(yes|no)"), "-o: ( is a sign of the answer; -g takes an expression"),
+    *[("chat", ("-o", texts), f"-o: {sign} is a sign of the answer; -g takes an expression")
+      for texts, sign in (("(yes|no)", "("), ("/yes|no/", "/"), (r"yes\|no", "\\"))],
     ("chat", ("-g", "a::=b"), "-g: a grammar (::=), taken as text; expected a regular expression, yes|no"),
     ("chat", ("-g", r"yes\|no"), r"-g: \( \| \) are these signs in the answer; ( | ) make groups and ways"),
     *[("chat", ("-e", value), f"-e: {value} breaks the text, expected 1 (off) to 2, mostly 1.05 to 1.2") for value in ("11", "0.5")],

@@ -1,4 +1,5 @@
 """Model and tokenizer files, each refused in one line that names what is wrong, or harmless and expected to be."""
+import gzip
 import itertools
 import math
 import random
@@ -384,13 +385,14 @@ def test_choice_that_is_no_number(files):
 
 # -- something else
 
-@pytest.mark.parametrize("content", [
-    b"", b"x", random.Random(1).randbytes(5000), bytes(256), b"#!/bin/sh\n" * 100, b"GGUF" + bytes(1000),
-    b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", b"GGUF"],
-    ids=["empty", "byte", "noise", "zeros", "script", "gguf", "git lfs", "cut gguf"])
-def test_something_else(files, content):
-    word = "a GGUF file" if content[:4] == b"GGUF" else "not a qwen3.c model" if len(content) >= 4 else ""
-    assert_error(files().run(content), 1, "model.bin", word)
+@pytest.mark.parametrize("content, word", [
+    (b"", ""), (b"x", ""), (random.Random(1).randbytes(5000), "found 0x"), (bytes(256), "found 0x00000000"), (b"#!/bin/sh\n" * 100, "found 0x"),
+    (b"GGUF" + bytes(1000), "a GGUF file"), (b"GGUF", "a GGUF file"), (gzip.compress(bytes(999)), "found a gzip file: gzip -d"),
+    (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "found a Git LFS pointer: git lfs pull"),
+    (b"<!DOCTYPE html>", "found a web page: download it again")],
+    ids=["empty", "byte", "noise", "zeros", "script", "gguf", "cut gguf", "gzip", "git lfs", "web page"])
+def test_something_else(files, content, word):
+    assert_error(files().run(content), 1, "model.bin", word, "not a qwen3.c model" * word.startswith("found"))
     assert_error(files().run(None, content), 1, "model.bin.tokenizer")
 
 
