@@ -242,7 +242,8 @@ typedef struct {
     float *delta;      // (n_layers - n_kv_layers, layer_state)  the state of the delta layers
 } State;
 
-// load_model makes it (Part II). `context` is the most positions of a text (option -c).
+// load_model makes it (Part II), but for State (state_init, Part III, for -DPLAIN and tests).
+// `context` is the most positions of a text (option -c).
 typedef struct { Config config; Weights weights; State state; int context; } Model;
 
 // ------------------------------------------------------------------------------------------------
@@ -330,7 +331,8 @@ static void silu_times(float *gate, const float *up, int n) {
 //   row 0, word 0 | row 1, word 0 | ... | row 15, word 0 | row 0, word 1 | row 1, word 1 | ...
 // For example, rows have 128 weights of 4 bits in groups of 64, so 16 words. Weight (17, 70) is in
 // row 1 of panel 1, and there weight 6 of group 1: the low nibble of byte 32 + 6, byte 2 of word 9.
-// In the matrix this is byte 16 * 64 (panel 0) + 9 * 16 * 4 (word columns) + 4 (row 0) + 2 = 1606.
+// In the matrix this is byte 16 * 64 (panel 0) + 9 * 16 * 4 (word columns) + 4 (row 0's word) + 2
+// = 1606; its scale is number (1 * 2 + 1) * 16 + 1 = 49.
 enum { PANEL = 16 };
 
 INLINE int weight_int(const Matrix *w, int r, int i) {
@@ -603,7 +605,7 @@ static void convolve(float *restrict u, float *restrict past, const float *restr
     }
 }
 
-// x (DELTA_DIM) = x * scale / sqrt(x . x + 1e-6): |x| becomes scale, or less if it was below 0.01.
+// x (DELTA_DIM) = x * scale / sqrt(x . x + 1e-6): |x| becomes scale; of |x| = 0.001, 0.7 of it.
 static void make_unit(float *x, float scale) {
     const float inverse = scale / sqrtf(dot_of(x, x, DELTA_DIM) + 1e-6f);
     for (int i = 0; i < DELTA_DIM; i++) x[i] *= inverse;
@@ -731,7 +733,7 @@ static void run_experts(Model *m, const Layer *layer) {
         feed_forward(m, layer, e, s->y);
         for (int i = 0; i < dim; i++) s->out[i] += s->share[e] * s->y[i];
     }
-    if (!chosen) s->out[0] = NAN;  // the next rmsnorm spreads it: NaN logits end the answer
+    if (!chosen) s->out[0] = NAN;  // rmsnorm of this x spreads it: NaN logits end the answer
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -777,16 +779,17 @@ static float *compute_logits(Model *m) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Text to tokens. Added tokens were put into the vocabulary by hand: marks, say of the chat format
-// (<|im_start|> begins a message), and words, say a name that a fine-tune added. Raw text is cut at
-// all of them, a user's message only at words: there <|im_start|> is plain. The rest gets Unicode's
-// NFC: e and a combining accent (U+0301) become one letter (U+00E9). So both spellings get equal
-// ids. (Qwen3's next step would even cut between them.) A regular expression makes pieces, mostly
-// words with the space before them: "Hello, world" is "Hello" "," " world", Qwen3's 9707 11 1879.
-// Then comes byte-pair encoding: at first each byte of a piece is a token. A merge makes one token
-// of two neighbours, if their bytes together are a token. The merge of the highest priority is
-// next: l o w e r -> l o w er -> l ow er -> l ower -> lower. Vocabulary and priorities were made
-// before training, from the most frequent pairs of its texts. A model only knows texts cut so.
+// Text to tokens. Added tokens were put into the vocabulary by hand: marks are those that the chat
+// template writes, and all <|...|> (<|im_start|> begins a message); all others count as words. Raw
+// text is cut at each of them, a user's message only at words: there <|im_start|> is plain. What is
+// between two gets Unicode's NFC: e and a combining accent (U+0301) become one letter (U+00E9). So
+// both spellings get equal ids. (Qwen3's next step would even cut between them.) Then a regular
+// expression makes pieces, mostly words with the space before them: "Hello, world" is "Hello" ","
+// " world", Qwen3's 9707 11 1879. Last comes byte-pair encoding: at first each byte of a piece is a
+// token. A merge makes one token of two neighbours, if their bytes together are a token (no added
+// one). The merge of the highest priority is next: l o w e r -> l o w er -> l ow er -> l ower ->
+// lower. Vocabulary and priorities were made before training, from the most frequent pairs of its
+// texts. A model only knows texts cut so.
 
 typedef struct { const uint8_t *p; size_t n; } Bytes;  // owned elsewhere; no NUL ends a text
 typedef struct { uint8_t *p; size_t n, cap; } Buffer;  // bytes that grow: p has room for `cap`
@@ -894,7 +897,7 @@ static size_t piece_length(const Tokenizer *tok, Bytes text) {
     if (a.class == LETTER || (may_lead && b.class == LETTER))
         return run_end(tok, text, a.n, LETTER);                                      // 2
     if (a.class == NUMBER) return a.n;                                               // 3
-    if (a.class == SPACE && !(a.c == ' ' && b.class == OTHER))
+    if (a.class == SPACE && !(a.c == ' ' && b.class == OTHER))  // not the one space of 4
         return space_length(tok, text);                                              // 5-7
     for (end = run_end(tok, text, a.n, OTHER); end < text.n && is_newline(text.p[end]); end++) {}
     return end;                                         // 4: a is OTHER, or a space before one
@@ -1032,9 +1035,9 @@ static void keep_likelier(float *p, int n, int id) {
 }
 
 // Sets all p but the k largest to 0; of equal ones the lower ids stay. It searches for the k-th
-// largest: always at least k values are >= least, and fewer than k are >= above. fast_exp gave 1
-// to 8e-39, or 0. While least is 0, it tries above / 256, not / 2, which would take 130 steps;
-// then the middle between the two.
+// largest: always at least k values are >= least, and fewer than k are >= above. The p are 1 to
+// 8e-39, or 0. To halve `above` from 2 to 8e-39 would take 127 steps: so it is divided by 256 until
+// least is not 0. Then it tries the middle of both. (If fewer than k are not 0, least stays 0.)
 static void keep_top_k(float *p, int n, int k) {
     float least = 0, above = 2;
     int kept = n;  // how many values are >= least
@@ -1125,7 +1128,7 @@ static double log_sum_exp(float *logits, int n) {
 
 typedef enum {
     GOES_ON,
-    COMPLETE,                      // a stop id, -x TEXT, -g's end; of other texts the last id
+    COMPLETE,                      // a stop id, -x TEXT, -g's end; without an answer the last id
     IN_THINKING,                   // a stop id before the thinking has ended (Part II)
     LIMIT_REACHED, CONTEXT_ENDED,  // option -n; option -c
     REPEATS,                       // without -n: the answer goes round in circles
@@ -1179,8 +1182,9 @@ static Ending append_id(const Tokenizer *tok, Text *text, int id) {
 // without -g, or while the text thinks, NULL. (Part II)
 static const uint32_t *allowed_ids(const Text *text);
 
-// Calls append_id for a drawn id. After N ids of thinking (option -r N), or when thinking
-// repeats itself, it appends a sentence that ends the thinking, and </think>. (Part II)
+// Calls append_id for a drawn id (-o drops the first one after the thinking). After N ids of
+// thinking (option -r N), or when it repeats itself, it appends a sentence that ends it, and
+// </think>. (Part II)
 static Ending accept_id(const Tokenizer *tok, Text *text, int id);
 
 // Scores the first id of each given answer by the logits of the id before. (Part II)
@@ -1197,7 +1201,7 @@ static Ending draw_next(const Tokenizer *tok, Text *text, float *logits) {
     return id < 0 ? FAILED : accept_id(tok, text, id);
 }
 
-// Returns logits[id]. Id -1 is any stop id: log(sum(exp(their logits))). (Part II: given answers)
+// Returns logits[id]; of id -1 (Part II: given answers), any stop id, log(sum(exp(their logits))).
 static double logit_of(const Tokenizer *tok, const float *logits, int id);
 
 // Returns -log(probability) of an id by the logits of the id before it, and overwrites these.
@@ -1261,8 +1265,8 @@ static void run_text(Model *m, const Tokenizer *tok, Text *text) {
 // from its text: so it has the ids that this text had in training, although the model may have
 // drawn others. In Part II the first ids do not run again, as far as their state is kept. If a
 // <think> block, even an empty one, came before the last answer, most formats (not Qwen3.8's)
-// leave it out in the next turn, as in training. So the tokens after it run again: they have other
-// positions and see other tokens.
+// leave it out in the next turn, as in training: there it only fills the context. So the tokens
+// after it run again: they have other positions and see other tokens.
 
 typedef struct {
     int role;     // SYSTEM (instructions for all of it), USER or ASSISTANT (the model)
@@ -2829,7 +2833,8 @@ static const Option options[] = {  // those with a value
     {'s', SEED, PLACE(seed), 0, INT_MAX, "a 64-bit integer", " seed "},
     {'n', INTEGER, PLACE(n), -1, INT_MAX, NULL,
      " n-predict predict num-predict max-tokens max-new-tokens max-completion-tokens "},
-    {'c', INTEGER, PLACE(context), 0, INT_MAX, NULL, " ctx ctx-size num-ctx context max-model-len "},
+    {'c', INTEGER, PLACE(context), 0, INT_MAX, NULL,
+     " ctx ctx-size num-ctx context max-model-len "},
     {'C', INTEGER, PLACE(cache_bits), 8, 32, "8 or 32",
      " cache-type-k cache-type-v ctk ctv kv-cache-dtype cache-bits kv-bits "},
     {'K', TEXT, PLACE(keep), 1, LONGEST_PATH, "a file's name",
@@ -2849,7 +2854,7 @@ static const struct { const char *others, *here; } hints[] = {
     {" chat conversation cnv interactive ", "nothing: without -i and -f it chats"},
     {" embedding embeddings ", "-m embed"}, {" stream ", "nothing: answers come as they are made"},
     {" ng ngl gpu gpu-layers n-gpu-layers device ", "nothing: all runs on the CPU"},
-    {" port host server serve api ", "nothing: there is no server here"}, {" V ", "-v or --version"},
+    {" port host server api ", "nothing: there is no server here"}, {" V ", "-v or --version"},
     {" image mmproj ", "nothing: there are no images here"},
     {"  ", "-f - (stdin)"},  // for - alone
     {" lora ", "nothing: a LoRA is merged into its model before the export"},
