@@ -3214,8 +3214,8 @@ static bool end_text(Engine *e, Text *t) {
     return !more;
 }
 
-// Makes the masks that a text's next draws need, also after guesses, if it is to draw. Its state is
-// made again if all were forgotten.
+// Makes the masks that a text's next draws need, if it is to draw: in turns the first one, else
+// also those after guesses. Its state is made again if all were forgotten.
 static void prepare_text(const Engine *e, const Text *t, bool again, bool draws) {
     Form *f = e->form;
     Slot *slot = t->slot;
@@ -3228,7 +3228,7 @@ static void prepare_text(const Engine *e, const Text *t, bool again, bool draws)
     int state = slot->thinking || !draws ? LEFT : slot->form;
     for (const int *id = t->ids.p + at; state != LEFT; id++) {
         make_mask(f, &e->tokenizer, state);
-        const bool guessed = id < t->ids.p + at + slot->guesses;
+        const bool guessed = !f->takes_turns && id < t->ids.p + at + slot->guesses;
         state = guessed ? state_after(f, state, text[*id]) : LEFT;
     }
 }
@@ -3696,9 +3696,9 @@ static void draw(Engine *e, int i) {
     for (int row = slot->first; !interrupted; row++) {
         const size_t n = t->ids.n;
         const int guess = slot->right < slot->guesses ? t->ids.p[n] : -1;
+        const bool thought = slot->thinking;
         t->ending = draw_next(&e->tokenizer, t, logits_of(e, row));
-        // If budget_text, or with -g after_think, follows it, the next mask is not made yet.
-        const bool closed = t->ids.n > n + 1;
+        const bool closed = t->ids.n > n + 1 || slot->thinking != thought;  // no mask is made yet
         if (t->ending != GOES_ON || closed || t->ids.p[n] != guess) break;
         slot->right++;
     }
@@ -3752,10 +3752,12 @@ static void prepare_passes(Engine *e, int context) {
 // Makes the masks of all draws of a pass: so threads only read the form. If there are too many, the
 // texts take turns (see allowed_ids), and no threads draw.
 static void prepare_masks(const Engine *e) {
-    const bool again = forget_states(e->form);
+    Form *f = e->form;
+    const bool again = forget_states(f);
+    f->takes_turns = false;
     for (int i = 0; i < e->n_texts; i++) prepare_text(e, e->order[i], again, i < e->n_running);
-    e->form->takes_turns = e->form->full;
-    e->form->turn = NULL;
+    f->takes_turns = f->full;
+    f->turn = NULL;
 }
 
 static bool run_pass(Engine *e) {
@@ -4236,16 +4238,17 @@ static Ending add_id(const Tokenizer *tok, Text *t, int id) {
     return ending;
 }
 
-// NULL: no form, or it thinks. In its turn all states are forgotten, and this text's made anew, and
-// once more if those of the text before filled the form. Its state is not LEFT then: the mask of
-// the state before it was made within the same limits, and had the way to it.
+// NULL: no form, or it thinks. In turns all states are forgotten, and this text's made anew; with
+// -DPLAIN only if earlier ones filled the form. The text's state is not LEFT then: the mask of the
+// state before it was made within the same limits, and had the way to it.
 static const uint32_t *allowed_ids(const Text *t) {
     const Slot *slot = t->slot;
     Form *f = slot->engine->form;
     if (!f || slot->thinking) return NULL;
-    if ((f->takes_turns && f->turn != t) || !f->states[slot->form].mask) {  // also with -DPLAIN
-        prepare_text(slot->engine, t, forget_states(f), true);
-        if (f->full) prepare_text(slot->engine, t, forget_states(f), true);
+    if ((f->takes_turns && f->turn != t) || !f->states[slot->form].mask) {
+        const bool forgot = forget_states(f);
+        prepare_text(slot->engine, t, forgot, true);
+        if (f->full && !forgot) prepare_text(slot->engine, t, forget_states(f), true);
         f->turn = t;
     }
     return f->states[slot->form].mask;

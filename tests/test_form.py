@@ -125,6 +125,21 @@ def test_more_states_than_there_are(tiny):
     assert result.returncode == 1 and b"-g: too many ways to go on" in result.stderr, result
 
 
+def test_guesses_that_need_more_states_than_there_are(tiny, tmp_path):
+    """Then the text draws without those states: with 4,096 in a program, as it would with 65,536 and a large vocabulary."""
+    source = (ROOT / "qwen3.c").read_text()
+    assert source.count("MOST_STATES = 1 << 16") == 1
+    (tmp_path / "qwen3.c").write_text(source.replace("MOST_STATES = 1 << 16", "MOST_STATES = 1 << 12"))
+    subprocess.run(["cc", "-O1", "-std=gnu11", "-ffp-contract=off", "-pthread", "qwen3.c", "-o", "small", "-lm"], cwd=tmp_path, check=True)
+    text = "The capital of France is Paris, and the capital of Japan is Tokyo. " * 3 + "The capital of France is"
+    form = r"[\s\S]*(?:" + "|".join(rf"{c}[\s\S]{{{20 + i}}}" for i, c in enumerate("abcdefghijklmnopqrstuvwxyz")) + ")"
+    for t in 0, 1:
+        args = [str(x) for x in (tiny, "-m", "generate", "-qq", "-t", t, "-s", 5, "-n", 40, "-g", form, "-i", text)]
+        runs = [subprocess.run([tmp_path / "small", *args, *more], capture_output=True) for more in ((), ("-b", "1"))]
+        assert [run.returncode for run in runs] == [0, 0], runs
+        assert runs[0].stdout == runs[1].stdout == output(*args)
+
+
 def test_guesses(chain, tokenizer):
     """Where one way is left its ids are guessed. (-b 1 has no guesses.)"""
     text = "x0123456789=;#&@!%abcdefghij"
