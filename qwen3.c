@@ -3090,7 +3090,7 @@ typedef struct Engine {  // the program's state
     size_t reserve;    // with -o: tokens that must fit after that text's prompt
     // Many texts at once only:
     double *row_nll;   // (logit_rows) -log(probability) of the id after each, if it is there
-    Kept kept[MOST_KEPTS];  // the last one makes room first: see put_least_last
+    Kept kept[MOST_KEPTS];  // the last one makes room first: see find_least
     int n_kept;
     int *users;        // (Pass.n_blocks) how many texts that run, and Kepts, have this block
     int n_unused;      // blocks that nobody has
@@ -3338,10 +3338,10 @@ static void use_kept(Engine *e, Kept *kept) {
     e->kept[0] = used;
 }
 
-// Puts last, and returns, the Kept that the next one replaces. With -K, states and one place it is
-// an empty one, or one with which the text does not begin, or else the one whose loss makes a rerun
-// of the text longer by the smallest factor. (+ 64: short reruns count little.)
-static Kept *put_least_last(Engine *e, const Text *t) {
+// Returns the Kept that the next one replaces: the last. But with -K, states and one place it is an
+// empty one, or one with which the text does not begin, or else the one whose loss makes a rerun of
+// the text longer by the smallest factor. (+ 64: short reruns count little.)
+static Kept *find_least(Engine *e, const Text *t) {
     Kept *const last = &e->kept[e->n_kept - 1], *least = last;
     double lowest = INFINITY;
     if (!e->options.keep || !has_state(e) || e->most_texts > 1) return last;
@@ -3353,26 +3353,23 @@ static Kept *put_least_last(Engine *e, const Text *t) {
         const double ratio = begins ? (t->ids.n - before + 64.0) / (t->ids.n - k->n + 64) : 0;
         if (ratio < lowest && !k->from) lowest = ratio, least = k;
     }
-    const Kept chosen = *least;
-    memmove(least, least + 1, (last - least) * sizeof(*least));
-    *last = chosen;
-    return last;
+    return least;
 }
 
-// What ran of a text becomes a Kept in place of the last one: mostly the one that was used longest
+// What ran of a text becomes a Kept in place of the least: mostly the one that was used longest
 // ago. With states and several places it comes last, because other texts part before it.
 static void keep_text(Engine *e, Text *t) {
     Blocks *blocks = &t->slot->own.blocks;
     const size_t n = has_state(e) && e->stopped ? 0 : t->n_run;
     cut_blocks(e, blocks, count_blocks(e, n));
     if (n == 0) return;
-    Kept *last = put_least_last(e, t), old = *last;
-    *last = (Kept){.ids = old.ids, .n = n, .blocks = *blocks, .state = t->slot->own.state};
-    memcpy(last->ids, t->ids.p, n * sizeof(int));
+    Kept *kept = find_least(e, t), old = *kept;
+    *kept = (Kept){.ids = old.ids, .n = n, .blocks = *blocks, .state = t->slot->own.state};
+    memcpy(kept->ids, t->ids.p, n * sizeof(int));
     *blocks = old.blocks;
     t->slot->own.state = old.state;
     cut_blocks(e, blocks, 0);
-    if (!has_state(e) || e->most_texts == 1) use_kept(e, last);
+    if (!has_state(e) || e->most_texts == 1) use_kept(e, kept);
 }
 
 // Adds n unused blocks. Kepts may lose theirs for it, but with `spare` and states none to which a
@@ -3635,10 +3632,10 @@ static bool wants_state(const Engine *e, const Text *t, size_t n) {
     return has_state(e) && (n == slot->parts_at || n == slot->next_turn_at || is_step(e, t, n));
 }
 
-// Begins a Kept of a text's first n ids: the last Kept makes room. Returns where this pass saves
+// Begins a Kept of a text's first n ids: the least makes room. Returns where this pass saves
 // the state, or NULL if this pass makes all of them already.
 static float *make_kept(Engine *e, const Text *t, size_t n) {
-    Kept *kept = put_least_last(e, t);
+    Kept *kept = find_least(e, t);
     if (kept->from) return NULL;
     cut_blocks(e, &kept->blocks, 0);
     memcpy(kept->ids, t->ids.p, n * sizeof(int));
