@@ -3912,15 +3912,12 @@ static bool read_kepts(Filed *f) {
     Kept *last = &e->kept[e->n_kept - 1];
     Blocks *blocks = &e->slots[0].own.blocks;
     const size_t context = e->model.context;
-    size_t n = 0;
     int fit = 0;
     f->ids.p = grow(NULL, &f->ids.cap, 0, f->ids.n, sizeof(int));
     if (!has_state(e)) f->head.n[0] = min_size(f->ids.n, context);  // it is cut
-    while (fit < min_int(f->n_kepts, e->n_kept) && f->head.n[fit] <= context) {
-        n = f->head.n[fit];
+    for (; fit < min_int(f->n_kepts, e->n_kept) && f->head.n[fit] <= context; fit++)
         f->states[fit] = last[-fit].state;
-        fit++;
-    }
+    const size_t n = fit ? f->head.n[fit - 1] : 0;
     f->n_states = has_state(e) ? fit : 0;
     add_unused(e, blocks, count_blocks(e, n), 0);  // as many as a context takes are there
     f->blocks = *blocks;
