@@ -3809,13 +3809,13 @@ static bool run_pass(Engine *e) {
 //
 // and after each of these parts its hash (u64). Ids and data are used once their hash was right.
 
-enum { OF_MODEL, OF_BUILD, OF_LIBM, OF_BITS, N_ORIGINS };
-static const char *const origins[] = {"model", "version or CPU", "C library", "-C"};
+enum { N_ORIGINS = 4 };
+static const char *const origins[N_ORIGINS] = {"model", "version or CPU", "C library", "-C"};
 #define MAGIC "q3kept1"
 
 typedef struct {
     char magic[8];
-    uint64_t origin[N_ORIGINS];  // hashes, and the number of -C
+    uint64_t origin[N_ORIGINS];  // of `origins`: hashes, and the number of -C
     uint64_t n[MOST_KEPTS];      // ids of each Kept, ascending, then 0; without states there is one
     char again[8];               // the magic: a damaged FILE still has one of them
 } Head;
@@ -3840,11 +3840,11 @@ typedef struct {  // FILE, while it is read or written
 // 16 MB count and, if its header has no hash of the weights (older files), places after them.
 // C libraries may differ in few roundings: so all angles of the n positions count, and log1pf.
 static Head make_head(const Engine *e, size_t n) {
-    Head head = {.magic = MAGIC, .origin = {[OF_BITS] = e->options.cache_bits}, .again = MAGIC};
     const Bytes file = e->file;
     const size_t first = min_size(file.n, 1 << 24), half = e->model.config.rotary_dim / 2;
     const bool has_hash = load_i32(file.p + 0x9C) || load_i32(file.p + 0xA0);
     float *cos = e->pass->cos, *sin = e->pass->sin;
+    const uint64_t build = hash_of(0, version(), strlen(version()));
     uint64_t model = hash_of(file.n, file.p, first), libm = 0;
     for (size_t at = first; at < file.n && !has_hash; at += at / 512)
         model = hash_of(model, file.p + at, min_size(file.n - at, 64));
@@ -3854,10 +3854,7 @@ static Head make_head(const Engine *e, size_t n) {
         libm = hash_of(hash_of(libm, cos, half * sizeof(float)), sin, half * sizeof(float));
         libm = hash_of(libm, logs, sizeof(logs));
     }
-    head.origin[OF_MODEL] = model;
-    head.origin[OF_BUILD] = hash_of(0, version(), strlen(version()));
-    head.origin[OF_LIBM] = libm;
-    return head;
+    return (Head){MAGIC, {model, build, libm, e->options.cache_bits}, .again = MAGIC};
 }
 
 // Reads or writes the part at this byte of FILE, and its hash. Parts are written in order (see
