@@ -3314,11 +3314,8 @@ static void go_back(Engine *e, Text *t, size_t n) {
     const size_t len = e->pass->block_len;
     n = give_up(min_size(n, t->n_run));
     if (has_state(e) && n < t->n_run) n = 0;  // schedule takes what is kept
+    if (n % len && e->users[blocks->p[n / len]] > 1) n -= n % len;
     cut_blocks(e, blocks, count_blocks(e, n));
-    if (n % len && e->users[blocks->p[n / len]] > 1) {
-        n -= n % len;
-        cut_blocks(e, blocks, (int)(n / len));
-    }
     t->n_run = n;
 }
 
