@@ -3225,11 +3225,11 @@ static void prepare_text(const Engine *e, const Text *t, bool again, bool draws)
     if (at < t->ids.n) slot->form = FORM_START;
     for (; at < t->ids.n; at++, f->work = 0)
         slot->form = state_after(f, slot->form, text[t->ids.p[at]]);
+    const int guesses = f->takes_turns ? 0 : slot->guesses;
     int state = slot->thinking || !draws ? LEFT : slot->form;
-    for (const int *id = t->ids.p + at; state != LEFT; id++) {
+    for (int i = 0; state != LEFT; i++) {
         make_mask(f, &e->tokenizer, state);
-        const bool guessed = !f->takes_turns && id < t->ids.p + at + slot->guesses;
-        state = guessed ? state_after(f, state, text[*id]) : LEFT;
+        state = i < guesses ? state_after(f, state, text[t->ids.p[at + i]]) : LEFT;
     }
 }
 
