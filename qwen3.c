@@ -1541,8 +1541,7 @@ static size_t find_last(Bytes text, Bytes part) {
 // header is zero from 0x30 on, so zero stands for what that format always has.
 //
 //   0x00  u32 magic 0x616A6331, u32 version 1
-//   0x08  the numbers that take_header takes, u32 or float; the last one is at 0x98
-//   0x70  with layer_bits 4, the 16 int8 levels, ascending
+//   0x08  what take_header takes: u32 or float, at 0x70 16 int8 levels; the last one is at 0x98
 //   0x9C  u64 a hash of the weights, which export.py makes (-K tells models apart by it), or 0; all
 //         other bytes must be zero
 //
@@ -2991,8 +2990,7 @@ enum { MOST_TEXTS = 32, MOST_GUESSED = 6 };  // that run together; that have gue
 enum { KEPT_STEPS = 10, MOST_KEPTS = MOST_TEXTS + 4 + KEPT_STEPS };  // see count_kepts
 enum { ANY_STOP = -1 };                // a given answer's last id: any stop id. It never runs.
 enum { THINKS = -2, FIRST_IDS = -1 };  // Slot.choice: it thinks; then the TEXTs' first ids come
-enum { BY_BUDGET = GOES_ON, NOT_CLOSED = FAILED + 1 };  // Slot.closed_by: an Ending that closed
-                                                         // thinking, -r N, or none
+enum { BY_BUDGET = GOES_ON, NOT_CLOSED = FAILED + 1 };  // of Slot.closed_by, beside the Endings
 
 typedef struct Choice {  // a given answer
     Buffer text;
@@ -3039,8 +3037,7 @@ typedef struct Slot {  // what Part II has of a text, beside Text
     double start;      // when it was added
     size_t cached;     // tokens of the prompt that did not need to run
     bool started;      // also if it had to stop, and waits again
-    size_t drawn;      // tokens of its answer, also those that close its thinking; with -o of the
-                       // thinking and the given answers
+    size_t drawn;      // tokens of its answer, of what closes its thinking, of given answers (-o)
     bool thinking;     // its ids end inside <think>
     int thought;       // tokens of thinking that were drawn
     size_t watched;    // repeats count from this id on: at first n_prompt; with -n never (INT_MAX)
@@ -3109,8 +3106,7 @@ typedef struct Engine {  // the program's state
 
 static bool chooses(const Engine *e) { return e->kind >= CHOICES; }  // among given answers (-o)
 
-// Returns how many Kepts there are: those that texts leave, those at marks, and with `steps`
-// (-K, if there are states) those at steps.
+// Returns how many Kepts there are: of texts, of marks, with `steps` (-K and states) of steps, too.
 static int count_kepts(int texts, bool list, bool steps) {
     return texts + (texts > 1 ? 4 : list ? 2 : 1) + (steps ? KEPT_STEPS : 0);
 }
@@ -3167,8 +3163,7 @@ static void fill_place(Engine *e, Text *t, const Ids *prompt) {
     for (size_t i = 0; i < prompt->n; i++) t->sampler.seen[prompt->p[i]] = true;
 }
 
-// Adds a prompt's text, to wait. rng: its sampler's first state. goes_on: it ends in an answer's
-// beginning, or after thinking.
+// Adds a prompt's text, to wait. goes_on: it ends in an answer's beginning, or after thinking.
 static Text *add_text(Engine *e, const Ids *prompt, uint64_t rng, bool goes_on) {
     Text *t = e->order[e->n_texts++];
     Slot *slot = t->slot;
@@ -3269,8 +3264,7 @@ static bool run_pass(Engine *e) {
 // blocks go to a Kept. A text takes the ids with which it begins from a Kept or a text that runs
 // (prefix sharing): each block counts its users. A turn begins like the turn before it, and the
 // texts of a list often begin with one instruction. When no block is left, Kepts lose theirs, first
-// the last one. Then the youngest text has to stop. Later it runs again up to the
-// last id that it drew (preemption by recomputation).
+// the last one. Then the youngest has to stop, and later runs again (preemption by recomputation).
 //
 // The invariant: a row is written only into a block with one user, and what counts as run (n_run;
 // guesses do not) is never written again. So whoever shares a block finds in it what ran there. The
@@ -3370,8 +3364,7 @@ static void keep_text(Engine *e, Text *t) {
 }
 
 // Adds n unused blocks. Kepts may lose theirs for it, but with `spare` and states none to which a
-// text that runs may go back. Returns false if fewer than `spare` would stay unused: then none are
-// added, but Kepts have lost theirs.
+// text that runs may go back. Returns false, and adds none, if fewer than `spare` would be unused.
 static bool add_unused(Engine *e, Blocks *blocks, int n, int spare) {
     for (int i = e->n_kept - 1; i >= 0 && e->n_unused < n + spare; i--) {
         Kept *kept = &e->kept[i];
@@ -3479,8 +3472,7 @@ static bool should_wait(const Engine *e, const Text *t, size_t n) {
 }
 
 // Starts the first text that waits. Returns false if it waits on, for another text or for blocks:
-// for each text that runs then, one block must stay unused, with states also one for a Kept. Alone
-// it takes all.
+// for each text that runs then, one has to stay unused, with states one more. Alone it takes all.
 static bool start_text(Engine *e) {
     Text *t = e->order[e->n_running];
     const Kept from = find_beginning(e, t);
@@ -3516,10 +3508,9 @@ static void schedule(Engine *e) {
 // that are used. So drafts change the time and nothing else: the text is the same, not just its
 // distribution as in speculative decoding (Leviathan et al., arXiv 2211.17192).
 //
-// All texts of a pass share draft_rows rows. A text gets twice as many after a draft without a
-// wrong id. With -b 1, or while a prompt runs, there are no drafts. A drafted token costs
-// DRAFT_COST, a right one earns twice as much, and every pass earns 1; below 0 there are no drafts.
-// So a wrong token is paid for by a right one, by 20 passes or, 40 times, by saved credit.
+// All texts of a pass share draft_rows rows; a text gets twice as many after a draft without a
+// wrong id. Each pass earns 1, a right token DRAFT_COST, and a wrong one costs as much: so it is
+// paid for by a right one, by 20 passes or, 40 times, by saved credit. Below 0 nothing is drafted.
 //
 // A state of delta layers can't lose a wrong guess. Then the text takes the state that was saved
 // before its guesses, and the right ones run again in the next pass, without new guesses.
@@ -3743,8 +3734,7 @@ static void prepare_passes(Engine *e, int context) {
     }
 }
 
-// Makes the masks of all draws of a pass: so threads only read the form. If there are too many, the
-// texts take turns (see allowed_ids), and no threads draw.
+// Makes the masks of all draws of a pass. If they are too many, texts take turns: see allowed_ids.
 static void prepare_masks(const Engine *e) {
     Form *f = e->form;
     const bool again = forget_states(f);
@@ -3792,8 +3782,7 @@ static bool run_pass(Engine *e) {
 // A file of what is kept (-K FILE), for later runs whose prompts begin alike. When a run begins,
 // FILE becomes Kepts. When it ends, FILE gets the first Kept, and with states those with which its
 // text begins. It is of the text that ended last; with states and several places, of what was
-// taken, or made at a mark, last. Only the time depends on FILE, because a row's results are the
-// same in all runs.
+// taken, or made at a mark, last. A row's results are the same in all runs: FILE only saves time.
 //
 // Nobody knows where the next prompt will differ. So is_step makes Kepts such that it reruns at
 // most 64 ids, or eight times those that differ, and a block. Where it does differ from FILE's
@@ -3899,8 +3888,7 @@ static bool move_rest(Filed *f) {
     return !f->failed;
 }
 
-// Reads what follows Head: the Kepts that fit into the context. Returns false, and makes none, if
-// FILE is damaged.
+// Reads the Kepts that fit into the context. Returns false, and makes none, if FILE is damaged.
 static bool read_kepts(Filed *f) {
     Engine *e = f->e;
     Kept *last = &e->kept[e->n_kept - 1];
