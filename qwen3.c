@@ -3843,14 +3843,8 @@ static Head make_head(const Engine *e, size_t n) {
 // Reads or writes the part at this byte of FILE, and its hash. Parts are written in order (see
 // file_move). Returns the hash, or 0 if this fails, if FILE has another, or after Ctrl-C.
 static uint64_t move_part(Filed *f, void *part, size_t size, size_t at) {
-    enum { PIECE = 1 << 18 };  // is hashed while the CPU's cache has it
-    uint64_t hash = f->hash + at;
-    for (size_t n, done = 0; done < size; done += n) {
-        char *piece = (char *)part + done;
-        n = min_size(size - done, PIECE);
-        if (interrupted || !file_move(f->fd, piece, n, at + done, f->writes)) return 0;
-        hash = hash_of(hash, piece, n);
-    }
+    if (interrupted || !file_move(f->fd, part, size, at, f->writes)) return 0;
+    const uint64_t hash = hash_of(f->hash + at, part, size);
     uint64_t there = hash;
     const bool moved = file_move(f->fd, &there, sizeof(there), at + size, f->writes);
     return moved && there == hash ? hash : 0;
