@@ -3611,17 +3611,12 @@ static bool is_step(const Engine *e, const Text *t, size_t n) {
     return e->options.keep && n % len == 0 && n + step <= end;
 }
 
-// Returns whether a text's state after n ids becomes a Kept.
-static bool wants_state(const Engine *e, const Text *t, size_t n) {
-    const Slot *slot = t->slot;
-    return has_state(e) && (n == slot->parts_at || n == slot->next_turn_at || is_step(e, t, n));
-}
-
-// Begins a Kept of a text's first n ids: the least makes room. Returns where this pass saves
-// the state, or NULL if this pass makes all of them already.
+// If n ids end at a mark or a step, begins a Kept of them: the least makes room. Returns where this
+// pass saves the state. NULL: they do not, or this pass makes all Kepts already.
 static float *make_kept(Engine *e, const Text *t, size_t n) {
-    Kept *kept = find_least(e, t);
-    if (kept->from) return NULL;
+    const bool marked = n == t->slot->parts_at || n == t->slot->next_turn_at || is_step(e, t, n);
+    Kept *kept = has_state(e) && marked ? find_least(e, t) : NULL;
+    if (!kept || kept->from) return NULL;
     cut_blocks(e, &kept->blocks, 0);
     memcpy(kept->ids, t->ids.p, n * sizeof(int));
     kept->n = n;
@@ -3654,8 +3649,7 @@ static int make_rows(Engine *e) {
             const bool needed = pos + 1 >= t->target;
             if (n + later == p->batch || n_needed + later == p->logit_rows) break;
             const bool drafted = slot->guesses && pos + 1 == t->ids.n;
-            float *saved = drafted ? e->before[i]
-                : wants_state(e, t, pos + 1) ? make_kept(e, t, pos + 1) : NULL;
+            float *saved = drafted ? e->before[i] : make_kept(e, t, pos + 1);
             p->rows[n++] = (Row){t->ids.p[pos], (int)pos, slot->own.blocks.p, slot->own.state,
                                  saved, needed, t};
             n_needed += needed;
