@@ -1417,8 +1417,7 @@ static void cache_copy(const Pass *p, int to, int from);  // a block: all keys a
 static size_t block_size(const Config *c);                // floats of a block of the cache
 
 static uint64_t hash_of(uint64_t seed, const void *bytes, size_t n);  // finds damage, no forgery
-// Reads at `at`; or writes where the last write ended, so parts come in FILE's order. Returns false
-// if it fails, or the file ends.
+// Reads at `at`, or writes where the last write ended. Returns false if it fails, or the file ends.
 static bool file_move(int fd, void *p, size_t n, uint64_t at, bool writes);
 
 // file_create makes a new file beside `path`, and its name. file_replace closes it. If it is whole,
@@ -2233,7 +2232,6 @@ static void order_and_compose(const Tokenizer *tok, Keys *keys) {
     keys->n = out - keys->p;
 }
 
-// Returns whether NFC may change the character or compose it with the one before.
 INLINE bool is_active(const Tokenizer *tok, Char c) { return tok->tables->chars[c.c] > CLASS_MASK; }
 
 // Appends NFC(text). It copies what comes before the character that precedes the first active one.
@@ -3298,8 +3296,7 @@ static int count_blocks(const Engine *e, size_t n) {
     return (int)((n + e->pass->block_len - 1) / e->pass->block_len);
 }
 
-// Gives back the blocks after n ids, and the one that n cuts if others use it, because the text
-// would write there: then this block's ids run again.
+// Gives back the blocks after n ids, and one that n cuts if others use it: the text would write it.
 static void go_back(Engine *e, Text *t, size_t n) {
     Blocks *blocks = &t->slot->own.blocks;
     const size_t len = e->pass->block_len;
@@ -3388,8 +3385,7 @@ static bool take_blocks(Engine *e, Text *t, int more, int spare) {
     return add_unused(e, blocks, count_blocks(e, n) - blocks->n, spare);
 }
 
-// Fills `blocks`, empty so far, with n positions of `from`: whole ones are shared, the cut one is
-// copied. Returns false if no block is unused for the copy.
+// Shares the blocks of n positions. Of a cut one it makes a copy, or returns false: none is unused.
 static bool share_blocks(Engine *e, Blocks *blocks, Blocks from, size_t n) {
     const int whole = (int)(n / e->pass->block_len);
     while (blocks->n < whole) add_block(e, blocks, from.p[blocks->n]);
@@ -3555,8 +3551,7 @@ static int guess_form(const Engine *e, Text *t, int most) {
     return guesses;
 }
 
-// Guesses the ids that followed the latest place where a text's last ids stand, or none. A draft
-// that reaches its own first ids copies these.
+// Guesses what followed where a text's last ids stood before, if they did. (It may copy guesses.)
 static int guess_repeat(Engine *e, Text *t, int most) {
     int *ids = t->ids.p;
     const size_t n = t->ids.n, size = NGRAM * sizeof(int);
@@ -3740,12 +3735,11 @@ static bool run_pass(Engine *e) {
     schedule(e);
     draft_texts(e);
     const int n = make_rows(e);
-    // Ctrl-C in a chat's prompt, or with -K: what ran before this pass stays, but in a list with
-    // states. (No guesses yet.)
+    // Ctrl-C in a chat's prompt, or with -K: what ran before stays, unless a list has states.
     Text *first = e->order[0];
     const bool stays = e->dialogue || (e->options.keep && e->n_running == 1);
     const bool saves = has_state(e) && stays && first->n_run < first->n_prompt;
-    if (saves) copy_state(e, e->before[0], first->slot->own.state);
+    if (saves) copy_state(e, e->before[0], first->slot->own.state);  // there are no guesses yet
     check_rows(e, n);
     if (n == 0 && !interrupted)  // after Ctrl-C draw adds no id: then there is no row
         die("texts: %d wait and none can run; please report this", e->n_texts);
@@ -3863,8 +3857,7 @@ static void read_data(void *arg) {
     EACH (i, f->blocks.n + f->n_states, 1) move_data(arg, i);
 }
 
-// Reads or writes what follows Head. Returns false if it fails. (Writing has no loop over threads:
-// it goes in order, and the program may end in the middle of one.)
+// Reads or writes what follows Head. (No threads write: the program may end within their loop.)
 static bool move_rest(Filed *f) {
     f->hash = move_part(f, f->ids.p, f->ids.n * sizeof(int), IDS_AT);
     f->failed = f->hash == 0;
