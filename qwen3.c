@@ -3115,9 +3115,7 @@ static void writer_thinks(struct Writer *out, bool thinking);  // see Writing
 static void start_asking(Engine *e, Text *t, bool goes_on);    // this and the next: Given answers
 static bool next_choice(Engine *e, Text *t);
 
-// Many texts at once has these, and -DPLAIN, too (nothing is kept, a pass runs a whole text):
-static void start_texts(Engine *e);                 // those that wait, as many as can run
-static bool run_pass(Engine *e);                    // returns false after Ctrl-C
+// Many texts at once has these, and -DPLAIN, too, where nothing is kept:
 static void go_back(Engine *e, Text *t, size_t n);  // n_run becomes n or less: the rest runs again
 static void keep_text(Engine *e, Text *t);          // keeps what ran of it for later texts
 
@@ -3240,7 +3238,7 @@ static void load_kept(const Engine *e, int list) {
     (void)e, (void)list, notice("-K: no effect with -DPLAIN");
 }
 
-static bool run_pass(Engine *e) {
+static bool run_pass(Engine *e) {  // a whole text
     Text *t = e->order[0];
     e->n_running = 1;
     run_text(&e->model, &e->tokenizer, t);
@@ -3730,7 +3728,7 @@ static void prepare_masks(const Engine *e) {
     f->turn = NULL;
 }
 
-static bool run_pass(Engine *e) {
+static bool run_pass(Engine *e) {  // returns false after Ctrl-C
     (void)encode_piece, (void)run_text, (void)state_init;  // -DPLAIN uses these definitions
     schedule(e);
     draft_texts(e);
