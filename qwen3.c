@@ -2232,6 +2232,7 @@ static void order_and_compose(const Tokenizer *tok, Keys *keys) {
     keys->n = out - keys->p;
 }
 
+// Returns whether NFC may change the character or compose it with the one before.
 INLINE bool is_active(const Tokenizer *tok, Char c) { return tok->tables->chars[c.c] > CLASS_MASK; }
 
 // Appends NFC(text). It copies what comes before the character that precedes the first active one.
@@ -3501,7 +3502,8 @@ static void schedule(Engine *e) {
 //
 // All texts of a pass share draft_rows rows; a text gets twice as many after a draft without a
 // wrong id. Each pass earns 1, a right token DRAFT_COST, and a wrong one costs as much: so it is
-// paid for by a right one, by 20 passes or, 40 times, by saved credit. Below 0 nothing is drafted.
+// paid for by a right one, by 20 passes or, 40 times, by saved credit. Below 0, with -b 1, or while
+// a prompt runs, there are no drafts.
 //
 // A state of delta layers can't lose a wrong guess. Then the text takes the state that was saved
 // before its guesses, and the right ones run again in the next pass, without new guesses.
@@ -3718,7 +3720,8 @@ static void prepare_passes(Engine *e, int context) {
     }
 }
 
-// Makes the masks of all draws of a pass. If they are too many, texts take turns: see allowed_ids.
+// Makes the masks of all draws of a pass: so threads only read the form. If they are too many, the
+// texts take turns (see allowed_ids), and no threads draw.
 static void prepare_masks(const Engine *e) {
     Form *f = e->form;
     const bool again = forget_states(f);
