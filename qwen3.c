@@ -4551,11 +4551,6 @@ static void check_blanks(Engine *e) {
                   ? "it in -o instead, at each TEXT's start" : "none: most tokens begin with one");
 }
 
-static bool is_schema(const char *name) {
-    const char *end = strrchr(name, '.');
-    return end && !strcmp(end, ".json");
-}
-
 // Says what in an expression of -g is most likely not meant.
 static void check_form(const char *text) {
     const size_t n = strlen(text);
@@ -4593,7 +4588,8 @@ static void check_options(Engine *e) {
         if (o->given[(uint8_t)letter] && strchr(modes[e->mode].idle, letter))
             notice("-%c: no effect with -m %s", letter, modes[e->mode].name);
         const char *const name = text && *text == '@' ? text + 1 : text;
-        const bool schema = letter == 'g' && text && is_schema(text);
+        const char *const end = text ? strrchr(text, '.') : NULL;
+        const bool schema = letter == 'g' && end && !strcmp(end, ".json");
         if (schema || (text && strchr("iyg", letter) && S_ISREG(file_mode(name))))
             warn("-%c: the name of a file, taken as text; %s reads it", letter, letter == 'i' ? "-f"
                  : schema ? "-g \"$(export.py --form FILE)\"" : say("-%c \"$(cat FILE)\"", letter));
