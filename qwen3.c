@@ -5410,9 +5410,8 @@ static int json_char(Json *j) {
 }
 
 static bool json_take_string(Json *j) {
-    json_take_any(j, " \t\r\n");
-    j->string = j->rest.p;
-    if (!json_take(j, "\"")) return false;
+    if (!json_take_token(j, "\"")) return false;
+    j->string = j->rest.p - 1;
     j->text->n = 0;
     for (int c, before = 0; !j->error && !json_take(j, "\""); before = c) {
         c = json_char(j);
