@@ -4255,12 +4255,11 @@ static Ending accept_id(const Tokenizer *tok, Text *t, int id) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Given answers (-o): how likely is it that the answer begins with each of several TEXTs? First the
-// thinking is drawn, if any. Then the last logits give the first id of each TEXT its nll. Then each
-// TEXT of more ids takes the place of the one before: so the prompt and the thinking do not run
-// again. (Alone, a text has helpers, which score other TEXTs in the same passes.) Where the ids of
-// one TEXT begin another's, the answer also has to end after the shorter one. So at most one comes
-// true, and probabilities add up. All texts have the same TEXTs, or each its own (-o @NAME).
+// Given answers (-o): how likely is it that the answer begins with each of several TEXTs (with -o
+// @NAME a text's own)? First the thinking is drawn, if any. Then the last logits give the first id
+// of each TEXT its nll. Then each TEXT of more ids takes the place of the one before: so the prompt
+// and the thinking do not run again. Where the ids of one TEXT begin another's, the answer also has
+// to end after the shorter one. So at most one comes true, and probabilities add up.
 
 static double logit_of(const Tokenizer *tok, const float *logits, int id) {
     double max = -INFINITY, sum = 0;
@@ -4366,8 +4365,7 @@ static const char *encode_choices(Engine *e, Bytes prompt) {
     return NULL;
 }
 
-// Closes any thinking, in spite of -n. The last id runs now, or again: its logits score the TEXTs'
-// first ids.
+// Closes any thinking, in spite of -n. The last id runs (again): its logits score all first ids.
 static void ask(Engine *e, Text *t) {
     const bool closed = e->mode == CHAT && t->ids.p[t->ids.n - 1] == e->tokenizer.end_think;
     const Ids *ids = t->slot->thinking ? &e->budget_text : closed ? &e->after_think : NULL;
@@ -4380,8 +4378,7 @@ static void ask(Engine *e, Text *t) {
     t->context = e->model.context;
 }
 
-// Sets each TEXT's nll to its first id's: of no use if before > 0. Returns FAILED if one is not
-// finite, else COMPLETE.
+// Sets each TEXT's nll to its first id's: of no use if before > 0. FAILED: one is not finite.
 static Ending score_first_ids(const Tokenizer *tok, Text *t, float *logits) {
     const Choices *all = &t->slot->own.choices;
     double *nll = t->slot->own.nll;
@@ -5274,8 +5271,7 @@ static void prepare_answers(Engine *e) {
     if (error) die("-o: %s", error);
 }
 
-// Returns the context: -c (0: the model's), or what a quarter of the memory holds, at least
-// 4,096 or the model's own.
+// Returns the context: -c or, if it is not given, what `usage` says.
 static int choose_context(const Engine *e) {
     const Config *c = &e->model.config;
     const int asked = e->options.context, least = modes[e->mode].least, most = c->max_seq_len;
@@ -6472,8 +6468,7 @@ typedef struct Worker {
 // The pair of this layer and kv head i: see The KV cache
 static int pair_of(const Worker *me, int i) { return me->w->number * me->c->n_kv_heads + i; }
 
-// Finds head *i of all heads of Wk, Wv, Wq and Wg, each of `width` rows. Returns its matrix, and *i
-// becomes its number there.
+// Returns the matrix of head *i of all of Wk, Wv, Wq and Wg (`width` rows each). *i: its head there
 static const Matrix *find_head(const Layer *layer, int width, int *i) {
     const Matrix *const all[] = {&layer->wk, &layer->wv, &layer->wq, &layer->wg}, *const *w = all;
     for (; *i >= (*w)->rows / width; w++) *i -= (*w)->rows / width;
@@ -6656,8 +6651,7 @@ static Matrix unpack_unit(const Matrix *w, int row, int8_t *at) {
     return unit;
 }
 
-// A unit of rows and many tokens. Its tiles prefetch the next unit, an even share each. After the
-// matrix's end this does no harm.
+// A unit of rows and many tokens. Each tile prefetches a share of the next (harmless at the end).
 static void matmul_unit(const Matmul *part, int row, int end) {
     const Matrix *w = part->w, unit = unpack_unit(w, row, part->unit);
     const size_t row_bytes = (size_t)w->cols * w->bits / 8;
