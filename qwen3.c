@@ -6024,7 +6024,6 @@ int main(int argc, char **argv) {
 #include <windows.h>
 #else
 #include <poll.h>
-#include <sched.h>
 #include <sys/file.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
