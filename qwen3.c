@@ -4703,8 +4703,7 @@ static void buffer_add_score(Buffer *out, const Text *t, const char *const *name
                  names[1], NLL_DIGITS, nll, names[2], fmin(ppl, most));
 }
 
-// Ends a line with a text's result (TOKENIZE: the prompt's ids) or its error. These are members if
-// the line is an object already, or of given answers.
+// Ends a line with a text's result or error: members if it is an object, or of given answers.
 static void add_result(Buffer *line, const Engine *e, const Text *t, const char *error) {
     const int kind = e->kind;
     const char *const *names = modes[kind].members;
@@ -4849,8 +4848,7 @@ static bool respond(Engine *e) {
 // ------------------------------------------------------------------------------------------------
 // Turns: a question is added, the conversation rendered, and the answer added; or neither stays.
 
-// Returns how long an answer's thinking is: all to the last </think>, even one that is quoted, and
-// the newlines after it (f->trim); 0 without one.
+// Returns how long an answer's thinking is, with f->strip and what f->trim cuts; 0 without any.
 static size_t thinking_length(const ChatFormat *f, Bytes text) {
     size_t n = find_last(text, f->strip);
     while (n > 0 && n < text.n && f->trim.n && memchr(f->trim.p, text.p[n], f->trim.n)) n++;
@@ -4880,9 +4878,8 @@ static void encode_prompt(Engine *e, const Conversation *talk, size_t first) {
     if (e->mode == GENERATE && ids->n == 0) ids_add(ids, tok->end_of_text);
 }
 
-// Answers the conversation's last message; with `again` the one before, whose new answer takes the
-// old one's place. The older half of the turns is forgotten, again and again, until an answer has
-// room (1,024 tokens, or less: an eighth of the context, or -n), or only the question is left.
+// Answers the last message; with `again` the one before, anew: this takes the old answer's place.
+// Until an answer has `room` or only the question is left, the older half of turns is forgotten.
 // Returns false, and forgets nothing, if the question is too long or Ctrl-C comes before an answer.
 static bool answer_last(Engine *e, bool again) {
     Conversation *talk = &e->conversation;
@@ -5014,8 +5011,7 @@ typedef struct {   // of a file
     size_t most;   // bytes of a line; of a longer one, most + 3 are kept: too long after chop, too
 } Lines;
 
-// Takes the next line, with its newline; an empty one if more has to come first and `wait` is
-// false. Returns false at the end of input, or after Ctrl-C.
+// Takes the next line; an empty one if none has come and not `wait`. False: the end, or Ctrl-C.
 static bool next_line(Lines *in, Bytes *line, bool wait) {
     Buffer *data = &in->data;
     const uint8_t *newline;
@@ -5730,8 +5726,7 @@ static void check_plain(List *l, Json line) {
     if (what && l->odd++ == 0) warn("%.600s: line %zu %s", l->in.name, l->read + 1, what);
 }
 
-// Makes the conversation of a line: its messages, or its text after that of -i. The output's line
-// gets the members that an object keeps. Returns what is wrong, or NULL.
+// Makes a line's conversation: messages, or its text after -i's. Returns what is wrong, or NULL.
 static const char *take_line(List *l, Bytes line) {
     const Options *o = &l->e->options;
     const bool chat = l->e->mode == CHAT;
@@ -6046,8 +6041,7 @@ int main(int argc, char **argv) {
 // instructions take w as unsigned bytes: there W_BIAS = 128 is added to w, and bias_fix, which is
 // -128 sum(x), to the sum: (w + 128) . x = w . x + 128 sum(x). Without W_BIAS, w has a sign.
 //
-// A tile of a product is TILE_VECS vectors of rows by TILE_TOKENS tokens: .github/CONTRIBUTING.md
-// says how to choose these and ATT_QUERIES. Plain C has LANES 4.
+// .github/CONTRIBUTING.md says how to choose the tiles: TILE_VECS, TILE_TOKENS and ATT_QUERIES.
 
 #define VECTOR_TYPES                                                        \
     typedef float VecF __attribute__((vector_size(4 * LANES), may_alias));  \
@@ -6609,8 +6603,7 @@ INLINE void matmul_tile(const Matmul *part, int t, int row, const int tokens, co
     }
 }
 
-// A unit of rows and few tokens. A tile's number of tokens is a constant. Up to 3 tokens take whole
-// panels, so that memory is read from front to back.
+// A unit of rows and few tokens. Up to 3 (constants) take whole panels, read from front to back.
 INLINE void matmul_few(const Matmul *part, int row, int end, const int bits) {
     const int n = part->n, step = n > 3 ? STRIP : (int)PANEL;
     for (; row < end; row += step) {
@@ -7153,9 +7146,8 @@ static float *classify(Pass *p, int n) {
 
 static const char *version(void) { return "qwen3 " VERSION " (" SIMD ")\n"; }
 
-// Returns what alloc says if it can't get `size` bytes for the cache of so many texts: contexts of
-// one text (-b 1) that fit. They take at most size / 2, a quarter of the memory, and what malloc
-// still gives (less than ulimit -v says, because the model's file counts).
+// Returns what alloc says if it can't get `size` bytes for the cache: contexts of one text that fit
+// into size / 2, a quarter of the memory, and what malloc gives (with ulimit -v: the file counts).
 static const char *no_cache(const Config *c, int texts, double size) {
     double room = fmin(size / 2, memory_size() / 4);
     void *volatile probe;  // volatile: else a compiler may leave it out
