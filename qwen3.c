@@ -6991,26 +6991,21 @@ static void keep_needed(const Worker *me) {
     me->p->n_needed = (int)to;
 }
 
-// gate8 = Q8(silu(W1 h8) * (W3 h8)), some columns at a time. Item i is group i % n_groups of the
-// rows of gate8 that belong to expert[i / n_groups]. `scratch` is small, for the CPU's caches: it
-// has W1 h and W3 h of n tokens, batch / n groups at a time.
+// gate8 = Q8(silu(W1 h8) * (W3 h8)). Item i is group i % n_groups of the rows of gate8 that belong
+// to expert[i / n_groups]. `scratch` has W1 h and W3 h of this group.
 static void swiglu_all(const Worker *me) {
     const int group = me->c->group_size, n_groups = me->c->hidden_dim / group;
-    SLICES (s, me->p->n_chosen * n_groups, 1) {
-        for (int i = s.begin, count; i < s.end; i += count) {
-            const int k = i / n_groups, g = i % n_groups, place = me->place[k];
-            const int n = me->w->router ? me->place[k + 1] - place : me->n;
-            const int row = (me->expert[k] * n_groups + g) * group;
-            const Quantized x = from_token(&me->chosen8, place);
-            count = min_int(min_int(s.end - i, n_groups - g), me->p->batch / max_int(n, 1));
-            const int cols = count * group;
-            float *gate = me->scratch, *up = gate + n * cols;
-            multiply(me, gate, cols, &me->w->w1, row, cols, &x, n, false);
-            multiply(me, up, cols, &me->w->w3, row, cols, &x, n, false);
-            for (int t = 0; t < n; t++, gate += cols, up += cols) {
-                silu_times(gate, up, cols);
-                quantize_token(&me->gate8, place + t, g * group, gate, cols, group);
-            }
+    EACH (i, me->p->n_chosen * n_groups, 1) {
+        const int k = i / n_groups, g = i % n_groups, place = me->place[k];
+        const int n = me->w->router ? me->place[k + 1] - place : me->n;
+        const int row = (me->expert[k] * n_groups + g) * group;
+        const Quantized x = from_token(&me->chosen8, place);
+        float *gate = me->scratch, *up = gate + n * group;
+        multiply(me, gate, group, &me->w->w1, row, group, &x, n, false);
+        multiply(me, up, group, &me->w->w3, row, group, &x, n, false);
+        for (int t = 0; t < n; t++, gate += group, up += group) {
+            silu_times(gate, up, group);
+            quantize_token(&me->gate8, place + t, g * group, gate, group, group);
         }
     }
 }
