@@ -7025,28 +7025,23 @@ static void route(const Worker *me) {
     me->p->n_chosen = k;
 }
 
-// Adds the experts' outputs to groups begin .. end - 1 of each token's x. One call adds all experts
+// Adds the experts' outputs to the group from `at` on of each token's x. One call adds all experts
 // to an element, in ascending order, so that the result does not depend on the threads.
-static void add_outputs(const Worker *me, int begin, int end) {
+static void add_outputs(const Worker *me, int at) {
     const int dim = me->c->dim, group = me->c->group_size;
     for (int k = 0; k < me->p->n_chosen; k++) {
         const int e = me->expert[k], place = me->place[k], n = me->place[k + 1] - place;
         const Quantized gate8 = from_token(&me->gate8, place);
-        for (int at = begin * group; at < end * group; at += group) {
-            float *out = me->scratch;
-            multiply(me, out, group, &me->w->w2, e * dim + at, group, &gate8, n, false);
-            for (int j = 0; j < n; j++, out += group) {
-                const int t = me->token[place + j];
-                const float share = me->share[(size_t)t * all_experts(me->c) + e];
-                float *sum = me->h + (size_t)t * dim + at;
-                for (int i = 0; i < group; i++) sum[i] += share * out[i];
-            }
+        float *out = me->scratch;
+        multiply(me, out, group, &me->w->w2, e * dim + at, group, &gate8, n, false);
+        for (int j = 0; j < n; j++, out += group) {
+            const int t = me->token[place + j];
+            const float share = me->share[(size_t)t * all_experts(me->c) + e];
+            float *sum = me->h + (size_t)t * dim + at;
+            for (int i = 0; i < group; i++) sum[i] += share * out[i];
         }
     }
-    for (int t = 0; t < me->n; t++) {
-        const size_t at = (size_t)t * dim + begin * group;
-        add(me->p->x + at, me->h + at, (end - begin) * group);
-    }
+    for (size_t i = at; i < (size_t)me->n * dim; i += dim) add(me->p->x + i, me->h + i, group);
 }
 
 // Chooses each token's experts, and brings what these need.
@@ -7081,6 +7076,7 @@ static void attention_all(Worker *me) {
 static void layer_all(Worker *me) {
     const Layer *w = me->w;
     const int n = w->wo.cols, gates = w->conv ? 0 : w->wg.rows;  // of attention
+    const int group = me->c->group_size;
     norm_all(me, w->rms_att);
     if (w->conv) EACH (i, count_heads(w, DELTA_DIM), 1) run_delta_head(me, i);
     if (w->conv) EACH (i, n / COLUMNS, 1) learn_columns(me, i * COLUMNS);
@@ -7089,13 +7085,13 @@ static void layer_all(Worker *me) {
         float *a = me->a + (size_t)t * n, *g = me->a_gate + (size_t)t * n;
         for (int i = 0; w->conv && i < n; i += DELTA_DIM) norm_and_gate(me->c, w, a + i, g + i);
         for (int i = 0; i < gates; i++) a[i] *= sigmoid(g[i]);
-        quantize_token(&me->a8, t, 0, a, n, me->c->group_size);
+        quantize_token(&me->a8, t, 0, a, n, group);
     }
     matmul_all(me, me->p->x, &w->wo, &me->a8, true);
     norm_all(me, w->rms_ffn);
     if (w->router) choose_all(me);
     swiglu_all(me);
-    if (w->router) SLICES (s, me->c->dim / me->c->group_size, 1) add_outputs(me, s.begin, s.end);
+    if (w->router) EACH (g, me->c->dim / group, 1) add_outputs(me, g * group);
     else matmul_all(me, me->p->x, &w->w2, &me->gate8, true);
 }
 

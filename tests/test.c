@@ -738,7 +738,7 @@ static void experts_job(void *pass) {
     norm_all(me, me->w->rms_ffn);
     choose_all(me);
     swiglu_all(me);
-    SLICES (s, me->c->dim / me->c->group_size, 1) add_outputs(me, s.begin, s.end);
+    EACH (g, me->c->dim / me->c->group_size, 1) add_outputs(me, g * me->c->group_size);
 }
 
 // A NaN of either sign, an infinity: the token has no experts, and its x says so.
