@@ -4517,8 +4517,7 @@ static void show_settings(const Engine *e) {
     const ChatFormat *f = &e->tokenizer.chat;
     const Sampler *s = &e->sampling;
     const Bytes from = e->tokenizer.tables->from, open = f->open[SYSTEM], close = f->close[SYSTEM];
-    Bytes text = e->mode == CHAT && !e->options.system ? f->no_system[e->switched_on]
-                                                           : (Bytes){0};
+    Bytes text = e->mode == CHAT && !e->options.system ? f->no_system[e->switched_on] : (Bytes){0};
     if (text.n > open.n + close.n && memcmp(text.p, open.p, open.n) == 0)
         text = (Bytes){text.p + open.n, text.n - open.n - close.n};
     if (from.n) report("model: %.*s", (int)min_size(from.n, 1000), from.p);
@@ -6255,7 +6254,6 @@ static size_t cell_at(const Config *c, size_t block, size_t pair) {
 static size_t block_size(const Config *c) { return cell_at(c, 1, 0); }  // block 1 follows block 0
 static double position_size(const Config *c) { return 4.0 * block_size(c) / BLOCK; }
 
-// The cell of a text's position pos
 static float *cache_cell(const Pass *p, size_t pair, const int *blocks, int pos) {
     return p->cache + cell_at(&p->m->config, blocks[pos / BLOCK], pair);
 }
