@@ -6432,8 +6432,7 @@ typedef struct Worker {
     Pass *p;
     float *h;          // (batch, dim)         rmsnorm(x); with experts then their outputs' sum
     Quantized h8;      // (batch, dim)         Q8(h)
-    float *q;          // (batch, q_dim)       of a delta layer (delta_dim / DELTA_DIM, batch,
-                       //                      DELTA_DIM): q, k and v, a head's rows side by side
+    float *q;          // (batch, q_dim)       of a delta layer: q, k, v (heads, batch, DELTA_DIM)
     float *a;          // (batch, q_dim)       or (batch, delta_v_dim), like the next two
     float *a_gate;     // (batch, q_dim)       Wg h
     Quantized a8;      // (batch, q_dim)       Q8(a)
@@ -6477,12 +6476,10 @@ INLINE Quantized from_token(const Quantized *x, int t) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Matrix products: out = x W^T, as dot_row defines each element. A term is a group's exact dot
-// product times the weights' scale; an element is the sum of its terms, each times x's scale.
-//
-// A tile is a strip of rows, one in each lane, times TILE_TOKENS tokens; or a panel times 1 to 3. A
-// panel has the weights in the order in which a tile needs them. For one token, reading them takes
-// the time. For many, a unit of UNIT rows comes from memory once, and stays in the core's caches.
+// Matrix products: out = x W^T, as dot_row defines each element. A tile is a strip of rows, one in
+// each lane, times TILE_TOKENS tokens; or a panel times 1 to 3. A panel has the weights in the
+// order in which a tile needs them. For one token, reading them takes the time. For many, a unit of
+// UNIT rows comes from memory once, and stays in the core's caches.
 
 enum { UNIT = 32 };                  // rows that are unpacked at once
 enum { STRIP = TILE_VECS * LANES };  // rows of a tile
