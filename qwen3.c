@@ -6026,9 +6026,10 @@ int main(int argc, char **argv) {
 #endif
 
 // ------------------------------------------------------------------------------------------------
-// SIMD primitives. (A pass begins in forward_job.) A port adds a block here. A vector is LANES
-// floats or int32s, LANES is 4, 8 or 16. (It is an extension of GCC and clang: + - * and so on work
-// lane by lane.) Each block has five functions, which tests/test.c compares with their definition:
+// SIMD primitives. (A pass begins in forward_job.) A port adds a block here; for its tiles' sizes,
+// TILE_VECS, TILE_TOKENS and ATT_QUERIES, see .github/CONTRIBUTING.md. A vector is LANES floats or
+// int32s, LANES is 4, 8 or 16. (It is an extension of GCC and clang: + - * and so on work lane by
+// lane.) Each block has five functions, which tests/test.c compares with their definition:
 //
 //   dot4(acc, w, x)      acc + the sum of 4 products of bytes of w and x, in each lane
 //   mul_add_v(a, b, c)   a * b + c in each lane, rounded once if FUSED is 1, else twice
@@ -6039,8 +6040,6 @@ int main(int argc, char **argv) {
 // Quantized x lies in -127 .. 127, so no partial sum overflows, even if a file's w holds -128. Some
 // instructions take w as unsigned bytes: there W_BIAS = 128 is added to w, and bias_fix, which is
 // -128 sum(x), to the sum: (w + 128) . x = w . x + 128 sum(x). Without W_BIAS, w has a sign.
-//
-// .github/CONTRIBUTING.md says how to choose the tiles: TILE_VECS, TILE_TOKENS and ATT_QUERIES.
 
 #define VECTOR_TYPES                                                        \
     typedef float VecF __attribute__((vector_size(4 * LANES), may_alias));  \
