@@ -102,6 +102,102 @@ from typing import (Annotated, Any, BinaryIO, Callable, Collection, Iterator, Na
                     get_type_hints)
 from urllib.parse import unquote
 
+# ---- Errors and limits: what cannot be converted is refused, in one line -------------------------
+
+class Notices:
+    """What the user will be told. Nothing else is both global and written."""
+    hints: list[str] = []  # and warnings; they are printed after success and dropped after an error
+    names: dict[str, str] = {}  # folder in the hub's cache -> the model's name, for messages
+    subject: object = ""  # what an error that names no file is about: OUT.bin, or else SOURCE
+
+
+# A source is untrusted, so reading it has bounds. JSON takes up to 36 times its bytes once parsed.
+SETTINGS_SIZE = 1 << 20  # bytes of config.json and the like
+TENSORS_SIZE = 16 << 20  # bytes of the index (of 93,000 tensors 10 MB), or of a shard's header
+TOKENIZER_SIZE = 20 << 20  # bytes of tokenizer.json (Qwen3.5's: 13 or 20 MB) or a GGUF's metadata
+MOST_TENSORS = 100_000  # in all files together; Qwen3-235B-A22B has 36,000
+MOST_IDS = 1000  # ids that end an answer, or that a post-processor adds to a text; as in qwen3.c
+LONGEST, LONGEST_ADDED = 1024, 128  # most bytes of a token, and of an added token; as in qwen3.c
+# First bytes, in small letters -> what was downloaded in place of a file
+SUBSTITUTES = {b"version https://git-lfs.github.com/spec/": "a Git LFS pointer",
+               b"<!doctype html": "a web page", b"<html": "a web page"}
+
+
+class Refused(Exception):
+    """What is given has no conversion. The message is the line that the user reads."""
+
+
+def refuse(where: object, what: str, expected: object, found: object = "nothing") -> NoReturn:
+    raise Refused(f"{where}: {what}, expected {expected}, found {found}")
+
+
+def require(where: object, what: str, value: object, *good: object) -> None:
+    """Refuses a value that is not among the good ones. None stands for a key that is absent."""
+    if value not in good:
+        expected = " or ".join(str(x) for x in good if x is not None)
+        refuse(where, f"{what} is not supported", expected, repr(value))
+
+
+@contextmanager
+def parsing(path: Path) -> Iterator[None]:
+    """For code that reads a file and takes it apart: an error of the disk names the file, and any
+    other unexpected exception means that it is malformed."""
+    try:
+        yield
+    except (Refused, MemoryError):
+        raise
+    except OSError as error:
+        if error.errno == errno.EIO:
+            refuse(path, "can't be read (get it again?)", "a sound disk", error.strerror)
+        error.filename = error.filename or path
+        raise
+    except Exception as error:  # KeyError, TypeError, ..., and the tokenizers package's own
+        refuse(path, "broken (download it again?)", "the structure of such a file",
+               f"{type(error).__name__}: {error}")
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Opens a file. Refuses one of the SUBSTITUTES, and a pipe, which may never end."""
+    if not path.exists():
+        refuse(path, "missing", "a file of this name")
+    if not path.is_file():
+        refuse(path, "can't be read", "a regular file", "a directory, a pipe or a device")
+    file = open(path, "rb")
+    begin = file.peek(100).lstrip().lower()
+    for substitute, what in SUBSTITUTES.items():
+        if begin.startswith(substitute):
+            refuse(path, "not downloaded", "its contents (`git lfs pull` or a download link)", what)
+    return file
+
+
+def read_file(path: Path, most: int = SETTINGS_SIZE) -> bytes:
+    with parsing(path), open_file(path) as file:
+        if len(data := file.read(most + 1)) > most:
+            refuse(path, "too large", f"at most {most} bytes", "more")
+    return data
+
+
+def say(line: str) -> None:
+    """Prints a line. What drives a terminal is escaped: it may come from an untrusted file."""
+    for folder, name in Notices.names.items():
+        if folder in line and "download it again" in line:
+            line += f"; first delete {Path(folder).parents[1]}"
+        line = line.replace(folder, name)
+    line = escape(line)
+    line = f"{line[:400]} ... {line[-500:]}" if len(line) > 1000 else line
+    print("export.py:", line, file=sys.stderr)
+
+
+def escape(text: str) -> str:
+    return re.sub("[^ -~]", lambda c: c[0] if c[0].isprintable() else repr(c[0])[1:-1], text)
+
+
+def list_names(names: list[str], most: int = 6) -> str:
+    """Joins the first names, as an error message must not grow with a long list."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more or "none"
+
+
 # ---- --form: a JSON Schema as a regular expression, for qwen3's -g -------------------------------
 # It comes before the packages, because it needs none. What the expression matches is valid, and
 # written as models do it: members in the schema's order, a blank or a new line where those have it.
@@ -143,10 +239,6 @@ TOKEN = re.compile(rf"""(?P<open>\((?:\?:|(?!\?)))|(?P<close>\))|(?P<bar>\|)|
 KNOWN: dict[tuple, Any] = {}
 
 
-class FormError(Exception):
-    """A schema has no expression. The message is the line that the user reads."""
-
-
 class Part(NamedTuple):
     """A part of a JSON Schema. A write_...() makes the expression of the values of a type."""
     where: str  # such as $.properties.x
@@ -162,8 +254,7 @@ class Part(NamedTuple):
 
     def need(self, holds: object, what: str, expected: object) -> None:
         if not holds:
-            raise FormError(f"{self.where}: {what}, expected {expected}, "
-                            f"found {json.dumps(self.value)[:80]}")
+            refuse(self.where, what, expected, json.dumps(self.value)[:80])
 
     def write(self) -> str:
         try:
@@ -172,7 +263,7 @@ class Part(NamedTuple):
             size = len(form.encode())
             self.need(size <= LONGEST_FORM, "too large", f"an expression of {LONGEST_FORM} bytes")
             return form
-        except FormError:
+        except Refused:
             raise
         except RecursionError:
             self.need(False, "contains itself", "a JSON Schema without recursion")
@@ -446,20 +537,19 @@ def print_form(args: list[str]) -> None:
         try:
             schema = json.loads(text, object_pairs_hook=take)
         except json.JSONDecodeError as error:
-            raise FormError(f"no JSON Schema, expected JSON ({error})") from None
+            raise Refused(f"no JSON Schema, expected JSON ({error})") from None
         path, inside, name = "", schema, "schema"
         while name and type(inside) is dict and inside.get("type") != "object":
             names = ("json_schema", "schema", "function", "parameters")
             if name := next((x for x in names if x in inside), ""):
                 path, inside = f"{path}.{name}", inside[name]
         if path:
-            raise FormError(f"the schema stands in it: jq {path} FILE | export.py --form -")
+            raise Refused(f"the schema stands in it: jq {path} FILE | export.py --form -")
         sys.stdout.buffer.write(Part("$", schema, schema).write().encode() + b"\n")
-    except (OSError, ValueError, RecursionError, FormError) as error:
+    except (OSError, ValueError, RecursionError, Refused) as error:
         if what := getattr(error, "strerror", None):
             error = f"{what}, expected a file with a JSON Schema, or - for stdin"
-        line = f"export.py: {args[1]}: {error}"
-        sys.exit("".join(c if c.isprintable() else ascii(c)[1:-1] for c in line))
+        sys.exit(escape(f"export.py: {args[1]}: {error}"))
 
 
 if __name__ == "__main__" and any(x.split("=")[0] == "--form" for x in sys.argv[1:]):
@@ -619,102 +709,6 @@ def leave(parts: Collection[Path], status: int) -> NoReturn:
         part.unlink(missing_ok=True)
     os.write(2, b"\n" * sys.stderr.isatty())  # after the progress bar
     os._exit(status)
-
-
-# ---- Errors and limits: what cannot be converted is refused, in one line -------------------------
-
-class Notices:
-    """What the user will be told. Nothing else is both global and written."""
-    hints: list[str] = []  # and warnings; they are printed after success and dropped after an error
-    names: dict[str, str] = {}  # folder in the hub's cache -> the model's name, for messages
-    subject: object = ""  # what an error that names no file is about: OUT.bin, or else SOURCE
-
-
-# A source is untrusted, so reading it has bounds. JSON takes up to 36 times its bytes once parsed.
-SETTINGS_SIZE = 1 << 20  # bytes of config.json and the like
-TENSORS_SIZE = 16 << 20  # bytes of the index (of 93,000 tensors 10 MB), or of a shard's header
-TOKENIZER_SIZE = 20 << 20  # bytes of tokenizer.json (Qwen3.5's: 13 or 20 MB) or a GGUF's metadata
-MOST_TENSORS = 100_000  # in all files together; Qwen3-235B-A22B has 36,000
-MOST_IDS = 1000  # ids that end an answer, or that a post-processor adds to a text; as in qwen3.c
-LONGEST, LONGEST_ADDED = 1024, 128  # most bytes of a token, and of an added token; as in qwen3.c
-# First bytes, in small letters -> what was downloaded in place of a file
-SUBSTITUTES = {b"version https://git-lfs.github.com/spec/": "a Git LFS pointer",
-               b"<!doctype html": "a web page", b"<html": "a web page"}
-
-
-class Refused(Exception):
-    """The source cannot be converted. The message is the line that the user reads."""
-
-
-def refuse(where: object, what: str, expected: object, found: object = "nothing") -> NoReturn:
-    raise Refused(f"{where}: {what}, expected {expected}, found {found}")
-
-
-def require(where: object, what: str, value: object, *good: object) -> None:
-    """Refuses a value that is not among the good ones. None stands for a key that is absent."""
-    if value not in good:
-        expected = " or ".join(str(x) for x in good if x is not None)
-        refuse(where, f"{what} is not supported", expected, repr(value))
-
-
-@contextmanager
-def parsing(path: Path) -> Iterator[None]:
-    """For code that reads a file and takes it apart: an error of the disk names the file, and any
-    other unexpected exception means that it is malformed."""
-    try:
-        yield
-    except (Refused, MemoryError):
-        raise
-    except OSError as error:
-        if error.errno == errno.EIO:
-            refuse(path, "can't be read (get it again?)", "a sound disk", error.strerror)
-        error.filename = error.filename or path
-        raise
-    except Exception as error:  # KeyError, TypeError, ..., and the tokenizers package's own
-        refuse(path, "broken (download it again?)", "the structure of such a file",
-               f"{type(error).__name__}: {error}")
-
-
-def open_file(path: Path) -> BinaryIO:
-    """Opens a file. Refuses one of the SUBSTITUTES, and a pipe, which may never end."""
-    if not path.exists():
-        refuse(path, "missing", "a file of this name")
-    if not path.is_file():
-        refuse(path, "can't be read", "a regular file", "a directory, a pipe or a device")
-    file = open(path, "rb")
-    begin = file.peek(100).lstrip().lower()
-    for substitute, what in SUBSTITUTES.items():
-        if begin.startswith(substitute):
-            refuse(path, "not downloaded", "its contents (`git lfs pull` or a download link)", what)
-    return file
-
-
-def read_file(path: Path, most: int = SETTINGS_SIZE) -> bytes:
-    with parsing(path), open_file(path) as file:
-        if len(data := file.read(most + 1)) > most:
-            refuse(path, "too large", f"at most {most} bytes", "more")
-    return data
-
-
-def say(line: str) -> None:
-    """Prints a line. What drives a terminal is escaped: it may come from an untrusted file."""
-    for folder, name in Notices.names.items():
-        if folder in line and "download it again" in line:
-            line += f"; first delete {Path(folder).parents[1]}"
-        line = line.replace(folder, name)
-    line = escape(line)
-    line = f"{line[:400]} ... {line[-500:]}" if len(line) > 1000 else line
-    print("export.py:", line, file=sys.stderr)
-
-
-def escape(text: str) -> str:
-    return re.sub("[^ -~]", lambda c: c[0] if c[0].isprintable() else repr(c[0])[1:-1], text)
-
-
-def list_names(names: list[str], most: int = 6) -> str:
-    """Joins the first names, as an error message must not grow with a long list."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more or "none"
 
 
 # ---- Sources: what a folder, the hub and a GGUF file have, in one form ---------------------------

@@ -159,7 +159,7 @@ def test_bounds(kind):
 
 
 def refuse(schema):
-    with pytest.raises(export_py.FormError) as error:
+    with pytest.raises(export_py.Refused) as error:
         export_py.Part("$", schema, schema).write()
     return str(error.value)
 
