@@ -234,16 +234,14 @@ TOKEN = re.compile(rf"""(?P<open>\((?:\?:|(?!\?)))|(?P<close>\))|(?P<bar>\|)|
     (?P<set>{ESCAPE}|\.|\[\^?(?:{ESCAPE}|[^\\\]])+\]|[^\\\[({{^$?*+])""", re.VERBOSE)
 
 
-# What was found of parts, and these parts, so that no other ones get their ids. Without it,
-# alternatives inside others would be looked at again for each of these.
-KNOWN: dict[tuple, Any] = {}
-
-
 class Part(NamedTuple):
     """A part of a JSON Schema. A write_...() makes the expression of the values of a type."""
     where: str  # such as $.properties.x
     value: Any
     root: Any  # the whole schema
+
+    def __hash__(self) -> int:
+        return id(self.value)  # for @cache, which keeps the part
 
     def member(self, *keys: str | int) -> Part:
         where, value = self.where, self.value
@@ -270,14 +268,9 @@ class Part(NamedTuple):
         except Exception as error:  # whatever stands in a wrong place
             self.need(False, type(error).__name__, f"a JSON Schema ({error})")
 
+    @cache  # alternatives inside others would be looked at again for each of these
     def find_cases(self) -> list[tuple[str, Part]]:
         """The alternatives of a schema's values: each a type or "value", and its part."""
-        key = id(self.root), self.where
-        if key not in KNOWN:
-            KNOWN[key] = self.list_cases(), self.root
-        return KNOWN[key][0]
-
-    def list_cases(self) -> list[tuple[str, Part]]:
         self.need(type(self.value) is dict, "no schema", "an object")
         choice = next((key for key in (*CHOICES, "type") if key in self.value), None)
         if not choice:
@@ -460,15 +453,9 @@ def write_range(low: int, high: int) -> list[str]:
     return forms
 
 
+@cache
 def may_overlap(kind: str, a: Part, other_kind: str, b: Part) -> bool:
     """False if no value is of both cases: types, values or those of a required member differ."""
-    key = kind, id(a.value), other_kind, id(b.value)
-    if key not in KNOWN:
-        KNOWN[key] = find_overlap(kind, a, other_kind, b), a, b
-    return KNOWN[key][0]
-
-
-def find_overlap(kind: str, a: Part, other_kind: str, b: Part) -> bool:
     kinds = {TYPES[type(x.value)] if y == "value" else y for x, y in ((a, kind), (b, other_kind))}
     if len(kinds) > 1 and kinds != {"integer", "number"}:
         return False
