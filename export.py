@@ -876,11 +876,7 @@ class Tensor(NamedTuple):
         """(size,) if there is no change, writable."""
         if self.change:
             return self.change(self._replace(change=None).read_fp32())
-        raw = self.read_bytes()
-        if self.dtype == "BF16":  # the upper half of an fp32
-            return (np.frombuffer(raw, "<u2").astype("<u4") << 16).view("<f4")
-        if self.dtype in FLOAT_TYPES:
-            return np.frombuffer(raw, FLOAT_TYPES[self.dtype]).astype("<f4")
+        raw = bytearray(self.read_bytes())
         if self.dtype == "Q1_0":  # bit i of a block says if weight i is scale or -scale
             blocks = np.frombuffer(raw, [("scale", "<f2"), ("bits", "u1", 16)])
             signs = np.unpackbits(blocks["bits"], axis=1, bitorder="little") * np.float32(2) - 1
@@ -891,7 +887,7 @@ class Tensor(NamedTuple):
 PIECE = 1 << 18  # elements: 1 MB in fp32 stays in a core's cache from one numpy pass to the next
 # dtype -> (elements, bytes) of one block; a float type's block is one element
 BLOCK_SIZES = {kind.name: block for kind, block in gguf.GGML_QUANT_SIZES.items()}
-FLOAT_TYPES = {"BF16": "", "F16": "<f2", "F32": "<f4"}  # safetensors' -> numpy's
+FLOAT_TYPES = {"BF16", "F16", "F32"}
 
 
 def can_read(dtype: str) -> bool:
@@ -2662,7 +2658,7 @@ def write_model(out: BinaryIO, h: Header, outputs: list[Output]) -> None:
         return weights_hash
 
     again = {tensor.dtype for output in outputs if output.bits < 32 for tensor in output.tensors
-             if not is_copied(tensor, output.bits, h)} - FLOAT_TYPES.keys()
+             if not is_copied(tensor, output.bits, h)} - FLOAT_TYPES
     if again:
         Notices.hints.append(f"{', '.join(sorted(again))}: quantized again, in groups of "
                              f"{h.group_size}, which adds an error of 0.5 % of their rms in 8 "
