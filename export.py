@@ -98,8 +98,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
-from typing import (Annotated, Any, BinaryIO, Callable, Collection, Iterator, NamedTuple, NoReturn,
-                    get_type_hints)
+from typing import Any, BinaryIO, Callable, Collection, Iterator, NamedTuple, NoReturn
 from urllib.parse import unquote
 
 # ---- Errors and limits: what cannot be converted is refused, in one line -------------------------
@@ -1434,49 +1433,43 @@ def drop_copy(tensors: dict[str, Tensor], rows: Collection[int] = ()) -> dict[st
 
 # ---- The header of OUT.bin: what the model computes ----------------------------------------------
 
-U32, U64 = Annotated[int, "I"], Annotated[int, "Q"]
-F32, BYTES = Annotated[float, "f"], Annotated[bytes, "16s"]
-
-
 class Header(NamedTuple):
-    """The first bytes of OUT.bin. A field's type is Python's, and struct's: 20x are 20 zeros."""
-    magic: U32  # 0x616A6331 says that the file is a model for qwen3.c.
-    version: U32  # 1 says that the file has this format.
-    dim: U32  # A token has so many numbers between the layers.
-    hidden_dim: U32  # The feed-forward network, or each expert, has so many numbers inside.
-    n_layers: U32  # The model has so many layers.
-    n_heads: U32  # A layer has so many heads that make queries.
-    n_kv_heads: U32  # A layer has so many heads that make keys and values; n_heads is a multiple.
-    vocab_size: U32  # The embedding has so many rows: one for each token id.
-    max_seq_len: U32  # The model was made for so many tokens.
-    head_dim: U32  # A head has so many numbers.
-    shared_classifier: U32  # 1 says that the embedding is the classifier, too.
-    group_size: U32  # So many consecutive weights of a row have one scale.
-    rope_theta: F32  # Rope's frequencies are powers of this base. 0 stands for 1e6.
-    rms_norm_eps: F32  # A norm adds this to the mean square. 0 stands for 1e-6.
-    rope_scaling: U32  # 2 says that rope is scaled: the file has rope's frequencies.
-    rope_factor: Annotated[float, "f20x"]  # Scaled rope multiplies cos and sin by this.
-    qkv_bias: U32 = 0  # 1 says that q, k and v have biases (Qwen2).
-    no_qk_norm: U32 = 0  # 1 says that q and k have no norm (Qwen2).
-    n_experts: U32 = 0  # A layer has so many experts. 0 says that it is not a mixture of experts.
-    n_experts_used: U32 = 0  # A token uses so many experts.
-    no_topk_norm: U32 = 0  # 1 says that the weights of the experts used need not add up to 1.
-    layer_bits: U32 = 0  # 4 says that the layers' matrices have four bits. 0 stands for 8.
-    eight_bits: U32 = 0  # Bit i says that MATRICES[i] has 8 bits nevertheless.
-    levels: BYTES = bytes(16)  # The codes of four bits stand for these int8 values.
-    panels: U32 = 1  # 1 says that the file has its matrices in panels.
-    attention_every: U32 = 0  # Each so manieth layer is attention, the others have a delta rule.
-    delta_k_heads: U32 = 0  # A delta rule has so many heads that make queries and keys.
-    delta_v_heads: U32 = 0  # It has so many that make values; delta_k_heads divides it.
-    rotary_dim: U32 = 0  # Rope rotates so many numbers of a head. 0 stands for all.
-    gated_attention: U32 = 0  # 1 says that attention's output is multiplied by a gate.
-    shared_expert: U32 = 0  # 1 says that one more expert, the last, runs for each token.
-    weights_hash: U64 = 0  # hash_part() of all that follows tells models apart (qwen3.c's -K).
+    """The first bytes of OUT.bin, as HEADER packs them."""
+    magic: int  # 0x616A6331 says that the file is a model for qwen3.c.
+    version: int  # 1 says that the file has this format.
+    dim: int  # A token has so many numbers between the layers.
+    hidden_dim: int  # The feed-forward network, or each expert, has so many numbers inside.
+    n_layers: int  # The model has so many layers.
+    n_heads: int  # A layer has so many heads that make queries.
+    n_kv_heads: int  # A layer has so many heads that make keys and values; n_heads is a multiple.
+    vocab_size: int  # The embedding has so many rows: one for each token id.
+    max_seq_len: int  # The model was made for so many tokens.
+    head_dim: int  # A head has so many numbers.
+    shared_classifier: int  # 1 says that the embedding is the classifier, too.
+    group_size: int  # So many consecutive weights of a row have one scale.
+    rope_theta: float  # Rope's frequencies are powers of this base. 0 stands for 1e6.
+    rms_norm_eps: float  # A norm adds this to the mean square. 0 stands for 1e-6.
+    rope_scaling: int  # 2 says that rope is scaled: the file has rope's frequencies.
+    rope_factor: float  # Scaled rope multiplies cos and sin by this.
+    qkv_bias: int = 0  # 1 says that q, k and v have biases (Qwen2).
+    no_qk_norm: int = 0  # 1 says that q and k have no norm (Qwen2).
+    n_experts: int = 0  # A layer has so many experts. 0 says that it is not a mixture of experts.
+    n_experts_used: int = 0  # A token uses so many experts.
+    no_topk_norm: int = 0  # 1 says that the weights of the experts used need not add up to 1.
+    layer_bits: int = 0  # 4 says that the layers' matrices have four bits. 0 stands for 8.
+    eight_bits: int = 0  # Bit i says that MATRICES[i] has 8 bits nevertheless.
+    levels: bytes = bytes(16)  # The codes of four bits stand for these int8 values.
+    panels: int = 1  # 1 says that the file has its matrices in panels.
+    attention_every: int = 0  # Each so manieth layer is attention, the others have a delta rule.
+    delta_k_heads: int = 0  # A delta rule has so many heads that make queries and keys.
+    delta_v_heads: int = 0  # It has so many that make values; delta_k_heads divides it.
+    rotary_dim: int = 0  # Rope rotates so many numbers of a head. 0 stands for all.
+    gated_attention: int = 0  # 1 says that attention's output is multiplied by a gate.
+    shared_expert: int = 0  # 1 says that one more expert, the last, runs for each token.
+    weights_hash: int = 0  # hash_part() of all that follows tells models apart (qwen3.c's -K).
 
 
-FIELDS = "<" + "".join(kind.__metadata__[0] for kind in get_type_hints(
-    Header, globals(), include_extras=True).values())
-HEADER = struct.Struct(f"{FIELDS}{256 - struct.calcsize(FIELDS)}x")  # x: a byte of zero
+HEADER = struct.Struct("<12I2fIf20x7I16s7IQ92x")  # 20x: 20 bytes of zero
 
 ORIGINAL = "original_max_position_embeddings"  # of YaRN
 # A number of config.json or generation_config.json -> (lowest, highest, its key in a GGUF file, its
