@@ -1907,14 +1907,11 @@ def find_verified_pieces(template: str | None, variables: dict[str, str]) -> tup
         texts = render_all(template, variables, MARKED)
         pieces = find_pieces(texts, variables.get("bos_token", ""))
         trials = make_trials(pieces.user_close + pieces.user_open, template)
-        if pieces.keeps:  # it gets thoughts apart from contents, as servers give them
-            apart = {(talk, thinking): (tuple(
-                (role, *split_thought(x)) if role == "assistant" else (role, x)
-                for role, x in talk), thinking) for talk, thinking in sum(trials.values(), [])}
-            texts = render_all(template, variables, [*apart.values()])
-            texts = {talk: texts[other] for talk, other in apart.items()}
-        else:
-            texts = render_all(template, variables, sum(trials.values(), []))
+        apart = {(talk, thinking): (tuple(  # with `keeps` thoughts are, as servers give them
+            (role, *split_thought(x)) if pieces.keeps and role == "assistant" else (role, x)
+            for role, x in talk), thinking) for talk, thinking in sum(trials.values(), [])}
+        texts = render_all(template, variables, [*apart.values()])
+        texts = {talk: texts[other] for talk, other in apart.items()}
         wrong, if_stripped = (
             {kind: [talk for talk in talks if pieces.render(*talk, strips) != texts[talk]]
              for kind, talks in trials.items()} for strips in (False, True))
