@@ -96,7 +96,7 @@ import warnings
 from collections import Counter, namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from functools import cache, partial
+from functools import cache, partial, partialmethod
 from pathlib import Path
 from typing import Any, BinaryIO, Callable, Collection, Iterator, NamedTuple, NoReturn
 from urllib.parse import unquote
@@ -395,9 +395,6 @@ class Part(NamedTuple):
                         for x, need in zip(members[first + 1:], needed[first + 1:]))
         return rf"\{{{BLANK}{before}{members[first]}{after}{BLANK}\}}"
 
-    def write_integer(self) -> str:
-        return self.write_number(r"")
-
     def write_number(self, fraction: str = r"\.[0-9]{1,6}") -> str:
         """With bounds there is no exponent, and a double holds all digits: it rounds none away."""
         def find_bound(sign: int, *keys: str) -> tuple[int, bool]:
@@ -427,6 +424,8 @@ class Part(NamedTuple):
             forms += [rf"{sign}{-most}(?:\.0)?"] * (not under and least + over <= -most)
         self.need(forms, "no value matches", "bounds with a number between them")
         return join(forms)
+
+    write_integer = partialmethod(write_number, "")
 
 
 def write_range(low: int, high: int) -> list[str]:
@@ -520,10 +519,7 @@ def print_form(args: list[str]) -> None:
     warnings.simplefilter("ignore")  # of re, for what may become a set's sign, such as && in [a&&b]
     try:
         text = sys.stdin.buffer.read() if args[1] == "-" else Path(args[1]).read_bytes()
-        try:
-            schema = json.loads(text, object_pairs_hook=take)
-        except json.JSONDecodeError as error:
-            raise Refused(f"no JSON Schema, expected JSON ({error})") from None
+        schema = json.loads(text, object_pairs_hook=take)
         path, inside, name = "", schema, "schema"
         while name and type(inside) is dict and inside.get("type") != "object":
             names = ("json_schema", "schema", "function", "parameters")
@@ -533,6 +529,8 @@ def print_form(args: list[str]) -> None:
             raise Refused(f"the schema stands in it: jq {path} FILE | export.py --form -")
         sys.stdout.buffer.write(Part("$", schema, schema).write().encode() + b"\n")
     except (OSError, ValueError, RecursionError, Refused) as error:
+        if isinstance(error, json.JSONDecodeError):
+            error = f"no JSON Schema, expected JSON ({error})"
         if what := getattr(error, "strerror", None):
             error = f"{what}, expected a file with a JSON Schema, or - for stdin"
         sys.exit(escape(f"export.py: {args[1]}: {error}"))
@@ -1391,15 +1389,11 @@ def open_gguf(path: Path, tensors: dict[str, Tensor]) -> dict:
                 refuse(path, f"truncated in {name}", f"{end} bytes (download it again)", size)
     if (need := sum(tensor.nbytes for tensor in found)) > size:
         refuse(path, "tensors that overlap", f"{need} bytes or more", size)
-    for tensor in found:
-        add_tensor(tensors, rename_tensor(tensor.name), tensor)
+    for tensor in found:  # blk.0.attn_q.weight is layers.0.self_attn.q_proj.weight
+        layer, rest = re.fullmatch(r"(blk\.\d+\.)?(.*)", tensor.name, re.DOTALL).groups("")
+        known = layer.replace("blk", "layers") + GGUF_NAMES.get(rest, "")
+        add_tensor(tensors, known if rest in GGUF_NAMES else tensor.name, tensor)
     return metadata
-
-
-def rename_tensor(name: str) -> str:
-    """blk.0.attn_q.weight -> layers.0.self_attn.q_proj.weight. Names that it does not know stay."""
-    layer, rest = re.fullmatch(r"(blk\.\d+\.)?(.*)", name, re.DOTALL).groups("")
-    return layer.replace("blk", "layers") + GGUF_NAMES[rest] if rest in GGUF_NAMES else name
 
 
 def drop_copy(tensors: dict[str, Tensor], rows: Collection[int] = ()) -> dict[str, Tensor]:

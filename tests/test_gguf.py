@@ -541,7 +541,7 @@ def test_reranker(checkpoint, make, run, tmp_path):
     refused(run(make(ck, Kind.F16, tensors=head), "out.bin"), "left over: cls.output.weight")
 
 
-@pytest.mark.parametrize("where", ["read_gguf_config", "read_gguf_tokenizer", "rename_tensor", "drop_copy", "read_gguf"])
+@pytest.mark.parametrize("where", ["read_gguf_config", "read_gguf_tokenizer", "add_tensor", "drop_copy", "read_gguf"])
 def test_our_own_bugs(make, run, monkeypatch, where):
     """They are not blamed on the file."""
     path = make()
