@@ -1867,7 +1867,7 @@ class Pieces(namedtuple("Pieces", "start no_system system_open system_close user
     opens an answer whose beginning is given, has a section of its own, as have the two that are in
     place of no_system and system_open with thinking. An answer keeps its thought behind `keeps`."""
 
-    def render(self, messages: tuple[Message, ...], thinking: bool | None, strips=False) -> str:
+    def render(self, messages: tuple[Message, ...], thinking: bool, strips=False) -> str:
         """strips: before all else contents lose the blanks at their ends."""
         alone = self.alone_to_think if thinking else self.no_system
         text = self.start + ("" if messages[0][0] == "system" else alone)
@@ -1881,7 +1881,7 @@ class Pieces(namedtuple("Pieces", "start no_system system_open system_close user
                 content = content.rpartition(self.strip)[2].lstrip(self.trim)
                 content = content.strip() if self.keeps else content
             text += opening + content + getattr(self, f"{role}_close")
-        return text + ("" if thinking is None else (self.answer_plain, self.answer_think)[thinking])
+        return text + (self.answer_think if thinking else self.answer_plain)
 
 
 def split_thought(content: str) -> tuple[str, ...]:
