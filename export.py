@@ -570,14 +570,13 @@ def export(options: argparse.Namespace) -> None:
     """Writes OUT.bin and OUT.bin.tokenizer of a source; the options are parse_arguments()'s."""
     began, out = time.monotonic(), options.out
     if out:
-        check_target(out)
+        find_targets(out)  # refuses, before the work
     source = read_source(options.source, options.chat_template)
     header, computed = read_header(source, options.bits, options.group_size, options.yarn)
     form = f"{header.layer_bits or 8} bits in groups of {header.group_size}"
     origin = escape(f"{source.origin or source.name}, {form}, export.py {VERSION}").encode()
     tokenizer = join_tokenizer(*make_tokenizer(source, header.vocab_size), origin)
     Notices.subject = out = out or Path(source.name + SUFFIXES[header.layer_bits or 8])
-    check_target(out)
     targets = find_targets(out)
     with write_atomically(targets) as (tokenizer_part, model_part):
         size = lay_out(header)[-1].end + len(tokenizer)
@@ -628,18 +627,16 @@ def read_source(name: str, template: Path | None) -> Source:
 
 
 def find_targets(out: Path) -> list[Path]:
-    """OUT.bin.tokenizer and OUT.bin. A symbolic link stands for the file that it names."""
-    return [Path(os.path.realpath(path) if path.is_symlink() else path)
-            for path in (Path(f"{out}.tokenizer"), out)]
-
-
-def check_target(out: Path) -> None:
-    """Refuses what can't be written, before the work that it would be for."""
-    for target in find_targets(out):
+    """OUT.bin.tokenizer and OUT.bin. A symbolic link stands for the file that it names. What can't
+    be written is refused."""
+    targets = [Path(os.path.realpath(path) if path.is_symlink() else path)
+               for path in (Path(f"{out}.tokenizer"), out)]
+    for target in targets:
         if not target.parent.exists():
             refuse(target.parent, "missing", "the directory to write to")
         if target.is_dir():
             refuse(target, "can't be written", "a file or nothing of this name", "a directory")
+    return targets
 
 
 def check_space(rooms: list[Room]) -> None:
