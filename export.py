@@ -1424,42 +1424,14 @@ def drop_copy(tensors: dict[str, Tensor], rows: Collection[int] = ()) -> dict[st
 
 # ---- The header of OUT.bin: what the model computes ----------------------------------------------
 
-class Header(NamedTuple):
-    """The first bytes of OUT.bin, as HEADER packs them."""
-    magic: int  # 0x616A6331 says that the file is a model for qwen3.c.
-    version: int  # 1 says that the file has this format.
-    dim: int  # A token has so many numbers between the layers.
-    hidden_dim: int  # The feed-forward network, or each expert, has so many numbers inside.
-    n_layers: int  # The model has so many layers.
-    n_heads: int  # A layer has so many heads that make queries.
-    n_kv_heads: int  # A layer has so many heads that make keys and values; n_heads is a multiple.
-    vocab_size: int  # The embedding has so many rows: one for each token id.
-    max_seq_len: int  # The model was made for so many tokens.
-    head_dim: int  # A head has so many numbers.
-    shared_classifier: int  # 1 says that the embedding is the classifier, too.
-    group_size: int  # So many consecutive weights of a row have one scale.
-    rope_theta: float  # Rope's frequencies are powers of this base. 0 stands for 1e6.
-    rms_norm_eps: float  # A norm adds this to the mean square. 0 stands for 1e-6.
-    rope_scaling: int  # 2 says that rope is scaled: the file has rope's frequencies.
-    rope_factor: float  # Scaled rope multiplies cos and sin by this.
-    qkv_bias: int = 0  # 1 says that q, k and v have biases (Qwen2).
-    no_qk_norm: int = 0  # 1 says that q and k have no norm (Qwen2).
-    n_experts: int = 0  # A layer has so many experts. 0 says that it is not a mixture of experts.
-    n_experts_used: int = 0  # A token uses so many experts.
-    no_topk_norm: int = 0  # 1 says that the weights of the experts used need not add up to 1.
-    layer_bits: int = 0  # 4 says that the layers' matrices have four bits. 0 stands for 8.
-    eight_bits: int = 0  # Bit i says that MATRICES[i] has 8 bits nevertheless.
-    levels: bytes = bytes(16)  # The codes of four bits stand for these int8 values.
-    panels: int = 1  # 1 says that the file has its matrices in panels.
-    attention_every: int = 0  # Each so manieth layer is attention, the others have a delta rule.
-    delta_k_heads: int = 0  # A delta rule has so many heads that make queries and keys.
-    delta_v_heads: int = 0  # It has so many that make values; delta_k_heads divides it.
-    rotary_dim: int = 0  # Rope rotates so many numbers of a head. 0 stands for all.
-    gated_attention: int = 0  # 1 says that attention's output is multiplied by a gate.
-    shared_expert: int = 0  # 1 says that one more expert, the last, runs for each token.
-    weights_hash: int = 0  # hash_part() of all that follows tells models apart (qwen3.c's -K).
-
-
+# The first bytes of OUT.bin. Its numbers are those of Config in qwen3.c; take_header() has their
+# limits, and what zeros stand for. weights_hash: hash_part() of all that follows (qwen3.c's -K).
+Header = namedtuple("Header", "magic version dim hidden_dim n_layers n_heads n_kv_heads vocab_size "
+                    "max_seq_len head_dim shared_classifier group_size rope_theta rms_norm_eps "
+                    "rope_scaling rope_factor qkv_bias no_qk_norm n_experts n_experts_used "
+                    "no_topk_norm layer_bits eight_bits levels panels attention_every "
+                    "delta_k_heads delta_v_heads rotary_dim gated_attention shared_expert "
+                    "weights_hash", defaults=[0] * 7 + [bytes(16), 1] + [0] * 7)
 HEADER = struct.Struct("<12I2fIf20x7I16s7IQ92x")  # 20x: 20 bytes of zero
 
 ORIGINAL = "original_max_position_embeddings"  # of YaRN
