@@ -1829,12 +1829,13 @@ Conversation = tuple[tuple[Message, ...], "bool | None"]  # thinking; None: off,
 
 class Pieces(namedtuple("Pieces", "start no_system system_open system_close user_open user_close "
                         "assistant_open assistant_close answer_plain answer_think strip trim "
-                        "begun alone_to_think system_to_think keeps")):
+                        "begun alone_to_think system_to_think keeps join", defaults="\n")):
     """In the order of the section `chat`. no_system follows start where there is no system message;
     answer_plain and answer_think open an answer to be generated. An earlier answer is cut up to and
     including the last `strip`, and loses the characters in `trim` at its beginning. `begun`, which
     opens an answer whose beginning is given, has a section of its own, as have the two that are in
-    place of no_system and system_open with thinking. An answer keeps its thought behind `keeps`."""
+    place of no_system and system_open with thinking. An answer keeps its thought behind `keeps`.
+    `join` stands between the text parts of a content, where the template takes parts."""
 
     def render(self, messages: tuple[Message, ...], thinking: bool, strips=False) -> str:
         """strips: before all else contents lose the blanks at their ends."""
@@ -1869,6 +1870,9 @@ def find_verified_pieces(template: str | None, variables: dict[str, str]) -> tup
     try:
         texts = render_all(template, variables, MARKED)
         pieces = find_pieces(texts, variables.get("bos_token", ""))
+        parts = re.search("(?s)PARTONE(.{,16})PARTTWO", str(texts[PARTS]))  # 64 bytes, as in qwen3.c
+        if parts and pieces.render((("user", parts[0]),), False) == texts[PARTS]:
+            pieces = pieces._replace(join=parts[1])
         trials = make_trials(pieces.user_close + pieces.user_open, template)
         apart = {(talk, thinking): (tuple(  # with `keeps` thoughts are, as servers give them
             (role, *split_thought(x)) if pieces.keeps and role == "assistant" else (role, x)
@@ -1906,17 +1910,6 @@ def find_verified_pieces(template: str | None, variables: dict[str, str]) -> tup
                                  "results; to qwen3 they are texts as others")
     tags = {"keep": pieces.keeps, "strp": strips, "nosy": False in odd, "syst": not (odd or later)}
     return pieces, [tag for tag, holds in tags.items() if holds]
-
-
-def find_join(template: str, variables: dict, pieces: Pieces) -> bytes | None:
-    """What the template writes between the text parts of a content, or None if it takes no parts."""
-    talk = (("user", ("PARTONE", "PARTTWO")),), False
-    with suppress(ValueError):
-        text = render_all(template, variables, [talk])[talk]
-        found = re.search("(?s)PARTONE(.{,16})PARTTWO", text if isinstance(text, str) else "")
-        if found and pieces.render((("user", found[0]),), False) == text:
-            return found[1].encode()  # at most 64 bytes, as in qwen3.c
-    return None
 
 
 def render_all(template: str, variables: dict, conversations: list) -> dict[Conversation, Any]:
@@ -1994,10 +1987,11 @@ TALK = USER, ANSWER, NEXT
 # strips a thought, and the character after it, makes TALK's text of it.
 THOUGHT = {char: (USER, ("assistant", f"<think>x{THINK_END}{char}{ANSWER[1]}"), NEXT)
            for char in ["", *" \t\n\r\v\f"]}
+PARTS = (("user", ("PARTONE", "PARTTWO")),), False
 MARKED: list[Conversation] = [  # find_pieces() needs their texts
     ((SYSTEM, *TALK), None), ((USER, ANSWER), None), ((USER,), None), ((USER,), False),
     ((USER,), True), (TALK, None), *((messages, None) for messages in THOUGHT.values()),
-    ((SYSTEM, USER), True), ((USER, (*ANSWER, "x"), NEXT), None)]
+    ((SYSTEM, USER), True), PARTS, ((USER, (*ANSWER, "x"), NEXT), None)]
 
 
 def find_pieces(texts: dict[Conversation, str], bos: str) -> Pieces:
@@ -2055,7 +2049,7 @@ def find_marks(template: str | None, variables: dict, pieces: Pieces | None, add
     symbols = {text for text in added if re.search(r"[^\w\s]", text)}
     marks = {text for text in symbols if re.fullmatch(r"(?s)[^\w\s].*\w.*[^\w\s]", text)
              and (not pieces or text in template + pieces.no_system)}
-    pieces = pieces and pieces._replace(no_system="", trim="", alone_to_think="")
+    pieces = pieces and pieces._replace(no_system="", trim="", alone_to_think="", join="")
     gaps = {(piece, True) for piece in pieces or ()}
     names = "\n".join(symbols)  # '<' + m.role + '>' may write any role
     roles = re.findall(r"[^\W\d]+", f"tool {names} {names.lower()} {names.replace('_', ' ')}")
@@ -2194,9 +2188,8 @@ def make_tokenizer(source: Source, vocab_size: int) -> tuple[bytes, bytes]:
         "thin": b"".join(pack_bytes(piece.encode()) for piece in pieces[13:15]) if pieces and (
             pieces[13:15] != (pieces.no_system, pieces.system_open)) else b"",
         "begn": pieces.begun.encode() if pieces else b""}
-    joint = find_join(source.chat_template, roles, pieces) if pieces else None
     sections = {key: data for key, data in sections.items() if data} | dict.fromkeys(tags, b"") | (
-        {} if joint in (None, b"\n") else {"join": joint})
+        {"join": pieces.join.encode()} if pieces and pieces.join != "\n" else {})
     extension = b"".join(key.encode() + pack_bytes(data) for key, data in sections.items())
     records = b"".join(struct.pack("<f", scores.get(i, -1e6))
                        + pack_bytes(tokens.get(i, b"")) for i in range(vocab_size))
