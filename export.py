@@ -695,8 +695,7 @@ def leave(parts: Collection[Path], status: int) -> NoReturn:
 # ---- Sources: what a folder, the hub and a GGUF file have, in one form ---------------------------
 
 class Family(NamedTuple):
-    """An architecture that qwen3.c runs. Another one needs a row of FAMILIES, of NUMBERS for each
-    new number, of TENSORS for each new tensor, and a field of Header that tells qwen3.c of it."""
+    """An architecture that qwen3.c runs. What another one needs is in .github/CONTRIBUTING.md."""
     architectures: str  # names in config.json, then model_types; "Model" mostly embeds
     gguf: str  # general.architecture in a GGUF file; "": it is that of another row
     fixed: dict[str, object]  # key of config.json -> the value that is supported, or a tuple of
