@@ -15,8 +15,7 @@ SOURCE, TEXT = (ROOT / "qwen3.c").read_text(), (TESTS / "book.md").read_text()
 BROWSER = next(filter(shutil.which, ("chromium", "chromium-browser", "google-chrome")), None)
 
 
-numbers = functools.cache(book.run)                         # after make tests/book
-page = functools.cache(lambda: book.Book(SOURCE, TEXT, numbers()).make())
+page = functools.cache(lambda: book.Book(SOURCE, TEXT, book.run()).make())         # after make tests/book
 
 
 @pytest.fixture(scope="module")
@@ -105,9 +104,9 @@ def test_code_is_part_one():
     (SOURCE, TEXT + "\nParis is near Rome.{{claim(n_heads == 5)}}\n", "does not show what the text says"),
     (SOURCE.replace("h = rmsnorm(x, rms_att) ", "h = norm(x, rms_att) "), TEXT, "first comment has no"),
 ])
-def test_what_no_longer_fits_is_an_error(source, text, words):
+def test_what_no_longer_fits_is_an_error(d, source, text, words):
     with pytest.raises(SystemExit, match=words):
-        book.Book(source, text, numbers()).make()
+        book.Book(source, text, d).make()
 
 
 CLICKS = """<script>
