@@ -509,7 +509,7 @@ def print_form(args: list[str]) -> None:
     if len(args) == 1:
         args = args[0].split("=", 1)
     if len(args) != 2 or args[0] != "--form":
-        print("export.py: --form: expected SCHEMA.json, or -, and nothing else", file=sys.stderr)
+        say("--form: expected SCHEMA.json, or -, and nothing else")
         sys.exit(2)
     def take(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if twice := [name for name, n in Counter(name for name, _ in pairs).items() if n > 1]:
@@ -1458,7 +1458,6 @@ NUMBERS = {
 ROPES = {"default": "", "mrope": "", "linear": f"factor {ORIGINAL}",  # mrope: of models that see
          "yarn": f"factor truncate attention_factor beta_fast beta_slow mscale mscale_all_dim "
                  f"{ORIGINAL}"}  # rope_type -> its keys
-OTHER_LIMITS = 1e-6, 1e12  # of theta, the penalty and YaRN's terms
 GROUP_SIZES, BOOLEANS = (32, 64, 128, 256), ("True", "False")  # BOOLEANS: repr()s, as 1 == True
 
 
@@ -1525,7 +1524,7 @@ def read_header(source: Source, bits: int | None, group_size: int | None,
 
 def read_number(where: Path, values: dict, key: str, default: float | None = None):
     """values[key], or the default where it is absent or null: a number within its limits."""
-    low, high, *_ = NUMBERS.get(key, OTHER_LIMITS)
+    low, high, *_ = NUMBERS.get(key, (1e-6, 1e12))  # theta, the penalty and YaRN's terms
     kind, value = type(low), values.get(key)
     value = default if value is None else value
     if type(value) not in (int, kind) or not low <= value <= high:
@@ -2069,15 +2068,14 @@ def find_marks(template: str | None, variables: dict, pieces: Pieces | None, add
 
 LATER, SYSTEMS = "later system messages", "system messages"  # kinds of trials
 LITERAL = "texts with the chat template's own "  # and that
-MOST_LITERALS = 60  # of a template, each of up to 60 letters: longer ones are no part of a talk
 
 
 def find_literals(template: str) -> list[str]:
-    """The strings in a template's statements: it may look for them in a text."""
+    """Up to 60 strings, of up to 60 letters, in a template's statements: it may look for them."""
     tags = " ".join(re.findall(r"(?s)\{[{%].*?[%}]\}", template))
     found = re.findall(r"""'((?:\\.|[^'\\])*)'|"((?:\\.|[^"\\])*)\"""", tags)
     texts = (("".join(x).replace("\\n", "\n")).strip() for x in found)
-    return [*dict.fromkeys(text for text in texts if 2 < len(text) <= 60)][:MOST_LITERALS]
+    return [*dict.fromkeys(text for text in texts if 2 < len(text) <= 60)][:60]
 
 
 def make_trials(mark: str, template: str) -> dict[str, list[Conversation]]:
