@@ -15,7 +15,7 @@
 #                 for a debugger: gdb -ex 'break run_layer' --args ./qwen3-plain MODEL -i TEXT
 # make portable   builds ./qwen3 for every machine of this architecture, without newer instructions
 # make debug      builds ./qwen3 with the address and undefined-behaviour sanitizers
-# make fuzz       feeds it mutated files and texts: FUZZ_SECONDS=600 for each of eleven targets
+# make fuzz       feeds it mutated files and texts: FUZZ_SECONDS=600 for each of ten targets
 # make release-x86-64-v3, -x86-64-avx512, -aarch64, -macos-arm64, -windows
 #                 builds release/qwen3-VERSION-...; make answer asks what was built there, make sums
 #                 adds export.py, the book, LICENSE and SHA256SUMS, make notes TAG=... prints what is new

@@ -1142,7 +1142,7 @@ typedef struct Text {  // add_text makes it (Part II) of a prompt that has ids a
     size_t target;     // the number of the id that is predicted next: drawn or scored
     size_t n_prompt;   // ids before the answer, or before given answers (-o); in a perplexity all
     size_t max_ids;    // the most ids of prompt and answer (option -n)
-    size_t context;    // the most positions in the cache (option -c), less the room of -o's answers
+    size_t context;    // the most positions in the cache (-c); while -o thinks, less its answers
     bool embeds;       // no id is predicted: x becomes an embedding
     bool asks;         // no id is drawn: given answers are scored (option -o)
     double nll;        // the sum of -log(p) of its n scored ids: its perplexity is exp(nll / n)
@@ -1367,7 +1367,8 @@ typedef struct {       // a token of a text, in a pass
     int token;         // its id
     int pos;           // its position in the text
     const int *blocks; // the text's blocks of the cache: position pos is in blocks[pos / block_len]
-    float *state;      // (state_size) the text's, of zeros before position 0. The row changes it
+                       // (its address tells attend_all which rows are the same text's)
+    float *state;      // (state_size) the text's: position 0 begins with zeros. The row changes it
     float *saved;      // where it is copied after the row, or NULL
     bool needed;       // x is needed after the last layer: for logits or an embedding
     const Text *text;
@@ -1403,7 +1404,7 @@ static bool forward_rows(Pass *p, int n);
 // compute_logits() for rows 0 .. n - 1, n <= logit_rows. Returns Pass.logits.
 static float *classify(Pass *p, int n);
 
-// All threads run job(arg), and on_all_threads returns when the last has. They meet its loops EACH
+// The threads run job(arg), and on_all_threads returns when the last has. They meet its loops EACH
 // and SLICES in one order: each item of 0 .. count - 1 has one of them, and none goes on before all
 // are done. A slice begins at a multiple of `chunk`. Loops do not nest. No break or return leaves
 // one; between two a job may return. While no job runs, a loop of the main thread runs all items.
@@ -1427,8 +1428,8 @@ static bool file_replace(const char *path, const char *name, int fd, bool whole)
 static void real_name(const char *path, char name[LONGEST_NAME]);  // of what a link names; or path
 #endif
 
-// Ctrl-C: its handler sets `interrupted`. run_dialogue clears it, once the turn is over. Loops
-// over a text's bytes or over layers, and waits, end early if it is set. So who called one looks at
+// Ctrl-C: its handler sets `interrupted`. run_dialogue clears it, once the turn is over. Encoding,
+// loops over layers, and waits end early if it is set. So who called one looks at
 // it first: ids of a text that was being encoded, x, logits and a line that was being read are not
 // used then, and no error is made of them. What an answer has drawn stays.
 //
@@ -2869,7 +2870,7 @@ static const Option *option_named(const char *arg) {
         if (begins && !arg[2]) return option;
         if (begins && (strchr("0123456789.-=", arg[2]) || strpbrk(arg, "./")))
             right = say("a space: -%c %.80s", arg[1], arg + 2 + (arg[2] == '='));
-        else if (strstr(option->others, name) || (!arg[2] && tolower(arg[1]) == option->letter))
+        else if (strstr(option->others, name) || (tolower(arg[1]) == option->letter && !arg[2]))
             right = say("-%c; -h lists all", option->letter);
     }
     die_usage("%.80s: unknown option, expected %s", arg, right);
@@ -2983,10 +2984,10 @@ static Options parse_options(int argc, char **argv) {
 //   | first come ...     last come |        |
 
 enum { MOST_TEXTS = 32, MOST_GUESSED = 6 };  // that run together; that have guesses in a pass
-enum { KEPT_STEPS = 10, MOST_KEPTS = MOST_TEXTS + 4 + KEPT_STEPS };  // see count_kepts
+enum { KEPT_STEPS = 10, MOST_KEPTS = MOST_TEXTS + 4 + KEPT_STEPS };  // see count_kepts; -K's Head
 enum { ANY_STOP = -1 };                // a given answer's last id: any stop id. It never runs.
 enum { THINKS = -2, FIRST_IDS = -1 };  // Slot.choice: it thinks; then the TEXTs' first ids come
-enum { BY_BUDGET = GOES_ON, NOT_CLOSED = FAILED + 1 };  // of Slot.closed_by, beside the Endings
+enum { BY_BUDGET = GOES_ON, NOT_CLOSED = FAILED + 1 };  // Slot.closed_by: -r N, or none
 
 typedef struct Choice {  // a given answer
     Buffer text;
@@ -3077,7 +3078,7 @@ typedef struct Engine {  // the program's state
     bool thinks;       // the prompt ends inside <think>
     bool may_think;    // the prompt does, or the model may begin with <think>
     Ids budget_text;   // what ends thinking that has reached it
-    Ids after_think;   // what follows </think> before given answers, or a form
+    Ids after_think;   // a newline, and another: put after </think> before given answers or a form
     Form *form;        // of the answers (-g), or NULL
     Choices next;      // the given answers of the next text: of -o, or with -o @NAME of its row
     size_t reserve;    // with -o: tokens that must fit after that text's prompt
@@ -3278,7 +3279,7 @@ static bool run_pass(Engine *e) {  // a whole text
 #define guess_any(e, t, count, from) ((void)(e), (from))  // theirs guesses ids that nobody found
 #endif
 
-static bool has_state(const Engine *e) { return state_size(&e->model.config) > 0; }
+static bool has_delta(const Engine *e) { return state_size(&e->model.config) > 0; }
 
 static void add_block(Engine *e, Blocks *blocks, int block) {
     e->n_unused -= e->users[block]++ == 0;
@@ -3300,7 +3301,7 @@ static void go_back(Engine *e, Text *t, size_t n) {
     Blocks *blocks = &t->slot->own.blocks;
     const size_t len = e->pass->block_len;
     n = give_up(min_size(n, t->n_run));
-    if (has_state(e) && n < t->n_run) n = 0;  // schedule takes what is kept
+    if (has_delta(e) && n < t->n_run) n = 0;  // schedule takes what is kept
     if (n % len && e->users[blocks->p[n / len]] > 1) n -= n % len;
     cut_blocks(e, blocks, count_blocks(e, n));
     t->n_run = n;
@@ -3328,7 +3329,7 @@ static void use_kept(Engine *e, Kept *kept) {
 static Kept *find_least(Engine *e, const Text *t) {
     Kept *const last = &e->kept[e->n_kept - 1], *least = last;
     double lowest = INFINITY;
-    if (!e->options.keep || !has_state(e) || e->most_texts > 1) return last;
+    if (!e->options.keep || !has_delta(e) || e->most_texts > 1) return last;
     for (Kept *k = last; k >= e->kept; k--) {
         const bool begins = k->n > 0 && count_common(t, k->ids, k->n) == k->n;
         size_t before = 0;  // ids of the Kept in its place (right if the text begins with all)
@@ -3344,7 +3345,7 @@ static Kept *find_least(Engine *e, const Text *t) {
 // ago. With states and several places it comes last, because other texts part before it.
 static void keep_text(Engine *e, Text *t) {
     Blocks *blocks = &t->slot->own.blocks;
-    const size_t n = has_state(e) && e->stopped ? 0 : t->n_run;
+    const size_t n = has_delta(e) && e->stopped ? 0 : t->n_run;
     cut_blocks(e, blocks, count_blocks(e, n));
     if (n == 0) return;
     Kept *kept = find_least(e, t), old = *kept;
@@ -3353,7 +3354,7 @@ static void keep_text(Engine *e, Text *t) {
     *blocks = old.blocks;
     t->slot->own.state = old.state;
     cut_blocks(e, blocks, 0);
-    if (!has_state(e) || e->most_texts == 1) use_kept(e, kept);
+    if (!has_delta(e) || e->most_texts == 1) use_kept(e, kept);
 }
 
 // Adds n unused blocks. Kepts may lose theirs for it, but with `spare` and states none to which a
@@ -3362,7 +3363,7 @@ static bool add_unused(Engine *e, Blocks *blocks, int n, int spare) {
     for (int i = e->n_kept - 1; i >= 0 && e->n_unused < n + spare; i--) {
         Kept *kept = &e->kept[i];
         bool needed = kept->from;
-        for (int j = 0; spare && has_state(e) && kept->n && j < e->n_running; j++)
+        for (int j = 0; spare && has_delta(e) && kept->n && j < e->n_running; j++)
             needed |= count_common(e->order[j], kept->ids, kept->n) == kept->n;
         if (needed) continue;
         cut_blocks(e, &kept->blocks, 0);
@@ -3407,7 +3408,7 @@ static Kept find_beginning(Engine *e, const Text *t) {
                                           .blocks = other->slot->own.blocks,
                                           .state = other->slot->own.state} : e->kept[i];
         const size_t same = count_common(t, there.ids, there.n);
-        if (same <= best.n || (has_state(e) && same < there.n)) continue;
+        if (same <= best.n || (has_delta(e) && same < there.n)) continue;
         best = there;
         best.n = same;
         from = i;
@@ -3425,15 +3426,15 @@ static void copy_state(const Engine *e, float *to, const float *from) {
 // false, and gives nothing, if fewer than `spare` blocks would stay unused.
 static bool give_beginning(Engine *e, Text *t, Kept from, int spare) {
     Slot *slot = t->slot;
-    const size_t some = give_up(from.n), n = has_state(e) && some < from.n ? 0 : some;
+    const size_t some = give_up(from.n), n = has_delta(e) && some < from.n ? 0 : some;
     const bool shares = share_blocks(e, &slot->own.blocks, from.blocks, n);
-    t->n_run = shares && !has_state(e) ? n : 0;  // what is kept if it can't begin yet
+    t->n_run = shares && !has_delta(e) ? n : 0;  // what is kept if it can't begin yet
     if (!take_blocks(e, t, 0, spare)) {  // always, if the block that n cuts is lacking
         keep_text(e, t);
         t->n_run = 0;
         return false;
     }
-    if (n && has_state(e)) copy_state(e, slot->own.state, from.state);
+    if (n && has_delta(e)) copy_state(e, slot->own.state, from.state);
     t->n_run = n;
     return true;
 }
@@ -3457,7 +3458,7 @@ static bool should_wait(const Engine *e, const Text *t, size_t n) {
     for (int i = 0; i < e->n_running; i++) {
         const Text *other = e->order[i];
         const size_t same = count_common(t, other->ids.p, other->ids.n);
-        const size_t end = has_state(e) ? other->slot->parts_at : same;
+        const size_t end = has_delta(e) ? other->slot->parts_at : same;
         if (end >= n + e->pass->block_len && end <= same && end > other->n_run) return true;
     }
     return false;
@@ -3468,9 +3469,9 @@ static bool should_wait(const Engine *e, const Text *t, size_t n) {
 static bool start_text(Engine *e) {
     Text *t = e->order[e->n_running];
     const Kept from = find_beginning(e, t);
-    const int each = has_state(e) ? 2 : 1, spare = e->n_running ? each * (e->n_running + 1) : 0;
+    const int each = has_delta(e) ? 2 : 1, spare = e->n_running ? each * (e->n_running + 1) : 0;
     if (should_wait(e, t, from.n)) return false;
-    if (has_state(e)) set_mark(e, t, from.n);
+    if (has_delta(e)) set_mark(e, t, from.n);
     if (!give_beginning(e, t, from, spare)) return false;
     if (!t->slot->started) t->slot->cached = t->n_run;
     t->slot->started = true;
@@ -3537,6 +3538,7 @@ static int guess_form(const Engine *e, Text *t, int most) {
     int state = t->slot->form, byte;
     Buffer text = {0};
     Ids ids = {0};
+    e->form->work = 0;
     for (size_t i = n - min_size(n, 1000); i < n; i++) buffer_add(&text, tok->text[t->ids.p[i]]);
     const size_t begin = text.n;
     while (text.n < begin + 8 * most && (byte = guess_byte(e->form, state, bytes_of(&text))) >= 0) {
@@ -3610,7 +3612,7 @@ static bool is_step(const Engine *e, const Text *t, size_t n) {
 // pass saves the state. NULL: they do not, or this pass makes all Kepts already.
 static float *make_kept(Engine *e, const Text *t, size_t n) {
     const bool marked = n == t->slot->parts_at || n == t->slot->next_turn_at || is_step(e, t, n);
-    Kept *kept = has_state(e) && marked ? find_least(e, t) : NULL;
+    Kept *kept = has_delta(e) && marked ? find_least(e, t) : NULL;
     if (!kept || kept->from) return NULL;
     cut_blocks(e, &kept->blocks, 0);
     memcpy(kept->ids, t->ids.p, n * sizeof(int));
@@ -3658,9 +3660,10 @@ static float *logits_of(const Engine *e, int row) {
     return e->pass->logits + (size_t)row * e->tokenizer.vocab_size;
 }
 
-// Draws the next id, in a list on any thread: so what it calls only reads the form, and reports
-// nothing. If the id was guessed, the row of the guess has run, too: its logits give the id after
-// it, and so on. Another id takes the place of the guess, and later its place in the cache.
+// Draws the next id, in a list on any thread: so it reports nothing, and what it calls only reads
+// the form. (If texts take turns, one thread draws.) If the id was guessed, the row of the guess
+// has run, too: its logits give the id after it, and so on. Another id takes the place of the
+// guess, and later its place in the cache.
 static void draw(Engine *e, int i) {
     Text *t = e->order[i];
     Slot *slot = t->slot;
@@ -3673,7 +3676,7 @@ static void draw(Engine *e, int i) {
         if (t->ending != GOES_ON || closed || t->ids.p[n] != guess) break;
         slot->right++;
     }
-    if (!has_state(e) || slot->right == slot->guesses) t->n_run += slot->right;
+    if (!has_delta(e) || slot->right == slot->guesses) t->n_run += slot->right;
     else copy_state(e, slot->own.state, e->before[i]);  // the right ones run again
 }
 
@@ -3708,7 +3711,7 @@ static void prepare_passes(Engine *e, int context) {
     e->users = alloc(e->pass->n_blocks, sizeof(int), "the texts");
     e->row_nll = alloc(e->pass->logit_rows, sizeof(double), "the texts");
     const size_t size = state_size(&e->model.config);
-    e->n_kept = count_kepts(e->most_texts, e->options.list, e->options.keep && has_state(e));
+    e->n_kept = count_kepts(e->most_texts, e->options.list, e->options.keep && has_delta(e));
     for (int i = 0; i < e->n_kept; i++) {
         e->kept[i] = (Kept){.ids = alloc(context, sizeof(int), "the texts")};
         e->kept[i].blocks.p = alloc(n, sizeof(int), "the texts");
@@ -3739,7 +3742,7 @@ static bool run_pass(Engine *e) {  // returns false after Ctrl-C
     // Ctrl-C in a chat's prompt, or with -K: what ran before stays, unless a list has states.
     Text *first = e->order[0];
     const bool stays = e->dialogue || (e->options.keep && e->n_running == 1);
-    const bool saves = has_state(e) && stays && first->n_run < first->n_prompt;
+    const bool saves = has_delta(e) && stays && first->n_run < first->n_prompt;
     if (saves) copy_state(e, e->before[0], first->slot->own.state);  // there are no guesses yet
     check_rows(e, n);
     if (n == 0 && !interrupted)  // after Ctrl-C draw adds no id: then there is no row
@@ -3776,7 +3779,7 @@ static bool run_pass(Engine *e) {  // returns false after Ctrl-C
 //
 //   Head             which Kepts there are, and what the bits of all else depend on
 //   int ids[n]       of the text
-//   float block[]    for each block of n positions: see The KV cache
+//   block[]          for each block of n positions, floats or packed: see The KV cache
 //   float state[]    with states for each Kept, the shortest first
 //
 // and after each of these parts its hash (u64). Ids and data are used once their hash was right.
@@ -3875,11 +3878,11 @@ static bool read_kepts(Filed *f) {
     const size_t context = e->model.context;
     int fit = 0;
     f->ids.p = grow(NULL, &f->ids.cap, 0, f->ids.n, sizeof(int));
-    if (!has_state(e)) f->head.n[0] = min_size(f->ids.n, context);  // it is cut
+    if (!has_delta(e)) f->head.n[0] = min_size(f->ids.n, context);  // it is cut
     for (; fit < min_int(f->n_kepts, e->n_kept) && f->head.n[fit] <= context; fit++)
         f->states[fit] = last[-fit].state;
     const size_t n = fit ? f->head.n[fit - 1] : 0;
-    f->n_states = has_state(e) ? fit : 0;
+    f->n_states = has_delta(e) ? fit : 0;
     add_unused(e, blocks, count_blocks(e, n), 0);  // as many as a context takes are there
     f->blocks = *blocks;
     const bool good = move_rest(f);
@@ -3902,7 +3905,7 @@ static const char *read_filed(Filed *f) {
     f->hash = move_part(f, &f->head, sizeof(Head), 0);
     if (memcmp(head->magic, MAGIC, min_size(size, 8)) && memcmp(head->again, MAGIC, 8))
         die("%s: not made by -K, expected such a file or a new name", f->e->options.keep);
-    while (f->n_kepts < (has_state(f->e) ? MOST_KEPTS : 1) && head->n[f->n_kepts] > f->ids.n)
+    while (f->n_kepts < (has_delta(f->e) ? MOST_KEPTS : 1) && head->n[f->n_kepts] > f->ids.n)
         f->ids.n = head->n[f->n_kepts++];
     const Head ours = make_head(f->e, min_size(f->ids.n, most));
     for (int i = 0; i < N_ORIGINS && f->hash; i++)
@@ -3918,13 +3921,13 @@ static bool write_filed(Filed *f, const Kept *text) {
     f->blocks = text->blocks;
     for (size_t n = 0; n < text->n; f->n_kepts++) {
         const Kept *next = text;  // the shortest one of more than n ids
-        for (const Kept *k = e->kept; k < e->kept + e->n_kept && has_state(e); k++)
+        for (const Kept *k = e->kept; k < e->kept + e->n_kept && has_delta(e); k++)
             if (!k->from && k->n > n && k->n < next->n &&
                 !memcmp(k->ids, text->ids, k->n * sizeof(int))) next = k;
         f->states[f->n_kepts] = next->state;
         f->head.n[f->n_kepts] = n = next->n;
     }
-    f->n_states = has_state(e) ? f->n_kepts : 0;
+    f->n_states = has_delta(e) ? f->n_kepts : 0;
     f->hash = move_part(f, &f->head, sizeof(Head), 0);
     return f->hash && move_rest(f);
 }
@@ -3936,7 +3939,7 @@ static size_t count_filed(const Kept *text) {
     size_t same = 0, n = 0;
     while (same < min_size(filed.ids.n, text->n) && filed.ids.p[same] == text->ids[same]) same++;
     for (int i = 0; i < filed.n_kepts && filed.head.n[i] <= same; i++) n = filed.head.n[i];
-    return has_state(filed.e) ? n : same;
+    return has_delta(filed.e) ? n : same;
 }
 
 // Replaces FILE when the program ends, if more than an eighth of the text is not in it.
@@ -3947,7 +3950,7 @@ static void save_kept(void) {
     char part[LONGEST_NAME], target[LONGEST_NAME];
     if (atomic_flag_test_and_set(&dying)) return;  // memory is short, perhaps within a job
     atomic_flag_clear(&dying);
-    for (int i = 0; i < e->n_running && !has_state(e); i++) keep_text(e, e->order[i]);
+    for (int i = 0; i < e->n_running && !has_delta(e); i++) keep_text(e, e->order[i]);
     const Kept *text = e->kept;
     while (text < e->kept + e->n_kept - 1 && (text->n == 0 || text->from)) text++;
     if (text->from || text->n - count_filed(text) <= text->n / 8) return;
@@ -4162,7 +4165,7 @@ static const struct { const char *by, *name; } endings[] = {
     [IN_THINKING] = {"an end token", "thinking"}, [LIMIT_REACHED] = {"-n", "length"},
     [CONTEXT_ENDED] = {"a full context (-c)", "context"},
     [REPEATS] = {"repeating itself (-e 1.1 helps, -n -1 lets it go on)", "loop"}};
-_Static_assert(sizeof(endings) == INTERRUPTED * sizeof(*endings), "all before it have names");
+_Static_assert(sizeof(endings) == INTERRUPTED * sizeof(*endings), "all before it stand here");
 
 // An id is a repeat if the 8 ids that end with it came at least 3 times before. It adds 1 to a
 // count, any other id takes off 3, and at 256 the answer ends (in thinking, only that): the counts
@@ -4209,7 +4212,7 @@ static const uint32_t *allowed_ids(const Text *t) {
     return f->states[slot->form].mask;
 }
 
-// Calls add_id, and goes on in the form. It begins after what the template has after thinking.
+// Calls add_id, and goes on in the form. It begins after after_think, where there was thinking.
 static Ending add_formed(const Tokenizer *tok, Text *t, int id) {
     Slot *slot = t->slot;
     Form *f = slot->engine->form;
@@ -4230,9 +4233,10 @@ static Ending add_formed(const Tokenizer *tok, Text *t, int id) {
     return allowed && s->may_end && s->n == 1 ? COMPLETE : ending;
 }
 
-// A text that does not think has append_id's Ending, or before given answers COMPLETE. Thinking is
-// closed by budget_text if it has N ids (-r N), or goes round in circles for the first time. Then
-// the answer goes on. Before given answers, whatever ends it closes it (COMPLETE): see next_choice.
+// A text that does not think has the Ending of add_id or add_formed, before given answers COMPLETE.
+// Thinking is closed by budget_text if it has N ids (-r N), or goes round in circles for the first
+// time. Then the answer goes on. Before given answers, whatever ends it closes it (COMPLETE): see
+// next_choice.
 static Ending accept_id(const Tokenizer *tok, Text *t, int id) {
     Slot *slot = t->slot;
     const Engine *e = slot->engine;
@@ -4259,7 +4263,7 @@ static Ending accept_id(const Tokenizer *tok, Text *t, int id) {
 // @NAME a text's own)? First the thinking is drawn, if any. Then the last logits give the first id
 // of each TEXT its nll. Then each TEXT of more ids takes the place of the one before: so the prompt
 // and the thinking do not run again. Where the ids of one TEXT begin another's, the answer also has
-// to end after the shorter one. So at most one comes true, and probabilities add up.
+// to end after the shorter one. So at most one (of different ids) comes true: probabilities add up.
 
 static double logit_of(const Tokenizer *tok, const float *logits, int id) {
     double max = -INFINITY, sum = 0;
@@ -4328,7 +4332,8 @@ static const char *encode_choices(Engine *e, Bytes prompt) {
     Choices *all = &e->next;
     Choice *const end = all->p + all->n;
     const size_t fixed = strip_end(tok, prompt).n ? tok->prefix.n : ids->n;  // no TEXT changes one
-    const size_t closing = e->may_think ? e->budget_text.n : 0;
+    const size_t closing = e->may_think ? e->budget_text.n  // ask adds these; a last id never runs
+                           : e->mode == CHAT ? e->after_think.n - 1 : 0;
     size_t same = ids->n;  // so many first ids of e->prompt no TEXT changes
     Buffer text = {0};
     if (prompt.n && (prompt.n + 40.0) * all->n > 25e6)
@@ -4467,7 +4472,7 @@ static int find_likeliest(const Slot *slot, double *sum, double *mass) {
 // wrong prompt ends the program, but in a dialogue only its turn, and in a list only its line.
 // give_notices waits for the last check: so an error message mostly stands alone.
 
-// Returns whether ids are drawn: of answers, or with -o of thinking before them, unless -n is 0.
+// Returns whether ids are drawn: of answers, or with -o of thinking before them (unless -n is 0).
 static bool draws_ids(const Engine *e) {
     return modes[e->mode].has_answers && (!chooses(e) || thinks_first(e));
 }
@@ -5151,7 +5156,8 @@ static void send_file(Engine *e, Bytes text) {
     if (!error && message->n == before) error = "empty, expected a text";
     if (interrupted) notice("/file: stopped, nothing was sent");
     else if (error)
-        report("/file: %s%s%s%s", path, *path ? ": " : "", error, before > 0 && !mode && path[1]
+        report("/file: %s%s%s%s", path, *path ? ": " : "", error,
+               before > 0 && !mode && path[0] && path[1]
                ? " (PATH comes first, in \"\" if it has blanks)" : "");
     if (interrupted || error) return;
     check_utf8(e, "input", 1, (Bytes){message->p, before});
@@ -6219,7 +6225,8 @@ static double position_size(const Config *c) { return 8.0 * c->n_kv_layers * c->
 
 // ------------------------------------------------------------------------------------------------
 // The KV cache: a pool of blocks of BLOCK positions, the floats of a SIMD vector. So memory is
-// touched only as positions come into use. For each pair of layer and kv head, a block has a cell:
+// touched only as positions come into use. FILE of -K has blocks as they are here: where another
+// version changes them, MAGIC changes, too. For each pair of layer and kv head, a block has a cell:
 //
 //   keys    (head_dim, BLOCK positions)
 //   values  (value_dim / LANES, BLOCK positions, LANES columns)
@@ -6682,7 +6689,7 @@ static void matmul_all(const Worker *me, float *y, const Matrix *w, const Quanti
 // the scores of one span only, as attend() does, and as in FlashAttention (arXiv 2205.14135).
 // The queries of a kv head are those of all query heads that share it, row by row. A task is up to
 // ATT_TASK of them, all of one text, so that a span's keys and values (256 KB if head_dim is 128)
-// come to L2 once. A tile has ATT_QUERIES of them (2 or 4 if a task has few) and two vectors, of
+// come to L2 once. A tile has ATT_QUERIES of them (fewer if a task has few) and two vectors, of
 // positions for the scores, of columns for the values. Its sums stay in registers.
 //
 // With a cache of 8 bits, a task of few queries reads packed cells: one token alone waits for
@@ -7446,7 +7453,7 @@ static double memory_size(void) {
     return fmin(size, cgroup_limit("memory.max"));
 }
 
-// A file system that has no locks has none to break. A program that was killed may end for a while.
+// A file system that has no locks has none to break. A killed program may take a while to end.
 static bool file_lock(int fd) {
     for (int i = 0; i < 20; i++, usleep(50000))
         if (flock(fd, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK) return true;
@@ -7521,7 +7528,7 @@ static bool file_move(int fd, void *p, size_t n, uint64_t at, bool writes) {
     return moved > 0;
 }
 
-// Its name is no other process's, on any machine. It has the permissions of `path`, or is private.
+// Its name is hardly another process's. It has the permissions of `path`, or is private.
 static int file_create(const char *path, char name[LONGEST_NAME]) {
     const unsigned mode = file_mode(path);
     snprintf(name, LONGEST_NAME, "%s.%d-%.0f.part", path, (int)getpid(), now() * 1e9);

@@ -65,7 +65,7 @@ static void check_loaded(const Engine *e, const Kept *kept) {
         hash = next_hash(hash, kept->ids[pos]);
         *hash_at(e, kept->blocks.p[pos / e->pass->block_len], pos) = hash;
     }
-    if (has_state(e)) *state_of(kept->state) = hash;
+    if (has_delta(e)) *state_of(kept->state) = hash;
 }
 
 // The id that once came after these ids
@@ -85,7 +85,7 @@ static void check_rows(const Engine *e, int n) {
             if (*hash_at(e, kept->blocks.p[pos / e->pass->block_len], pos) != hash)
                 die("Kept %d: position %zu is another's", i, pos);
         }
-        if (kept->n && !kept->from && has_state(e) && *state_of(kept->state) != hash) die("Kept %d: its state is another's", i);
+        if (kept->n && !kept->from && has_delta(e) && *state_of(kept->state) != hash) die("Kept %d: its state is another's", i);
     }
     for (int i = 0; i < e->pass->n_blocks; i++) unused -= e->users[i] > 0;
     if (unused != e->n_unused) die("blocks: %d are unused, not %d", unused, e->n_unused);
@@ -95,16 +95,16 @@ static void check_rows(const Engine *e, int n) {
         for (size_t pos = 0; pos < t->n_run || (row < end && row->text == t); pos++) {
             const int block = t->slot->own.blocks.p[pos / e->pass->block_len];
             uint64_t *there = hash_at(e, block, pos);
-            if (pos == t->n_run && pos > 0 && has_state(e) && *state_of(t->slot->own.state) != hash)
+            if (pos == t->n_run && pos > 0 && has_delta(e) && *state_of(t->slot->own.state) != hash)
                 die("the state after %zu ids is another's", pos);
             hash = next_hash(hash, t->ids.p[pos]);
             if (pos + 1 < t->ids.n) after[hash >> 48].ids = hash, after[hash >> 48].next = t->ids.p[pos + 1];
-            if (pos >= t->n_run && has_state(e) && row->saved) *state_of(row->saved) = hash;
+            if (pos >= t->n_run && has_delta(e) && row->saved) *state_of(row->saved) = hash;
             if (pos < t->n_run ? *there != hash : (e->users[block] != 1 || row++->pos != (int)pos))
                 die("block %d of %d users: position %zu is another's", block, e->users[block], pos);
             *there = hash;
         }
-        if (has_state(e)) *state_of(t->slot->own.state) = hash;
+        if (has_delta(e)) *state_of(t->slot->own.state) = hash;
     }
     if (row != end) die("rows: %d belong to no text that runs", (int)(end - row));
 }
