@@ -1458,6 +1458,7 @@ NUMBERS = {
 ROPES = {"default": "", "mrope": "", "linear": f"factor {ORIGINAL}",  # mrope: of models that see
          "yarn": f"factor truncate attention_factor beta_fast beta_slow mscale mscale_all_dim "
                  f"{ORIGINAL}"}  # rope_type -> its keys
+OTHER_LIMITS = 1e-6, 1e12  # of theta, the penalty and YaRN's terms
 GROUP_SIZES, BOOLEANS = (32, 64, 128, 256), ("True", "False")  # BOOLEANS: repr()s, as 1 == True
 
 
@@ -1524,7 +1525,7 @@ def read_header(source: Source, bits: int | None, group_size: int | None,
 
 def read_number(where: Path, values: dict, key: str, default: float | None = None):
     """values[key], or the default where it is absent or null: a number within its limits."""
-    low, high, *_ = NUMBERS.get(key, (1e-6, 1e12))  # theta, the penalty and YaRN's terms
+    low, high, *_ = NUMBERS.get(key, OTHER_LIMITS)
     kind, value = type(low), values.get(key)
     value = default if value is None else value
     if type(value) not in (int, kind) or not low <= value <= high:
