@@ -1838,6 +1838,7 @@ typedef struct Tables {
     uint32_t mask;         // slots - 1; slots: a power of 2, at least 256 and twice the tokens
     uint64_t secret;       // of the hash, odd: nobody can make a file whose tokens share slots
     size_t longest;        // the most bytes of a token
+    bool has_normalized;   // some added tokens are NORMALIZED
     bool added_start[256]; // the bytes that added tokens begin with
     bool added_length[LONGEST_ADDED + 1];  // the numbers of bytes that they have
     bool has_classes;      // from the file; older ones: ASCII's are known, all others are letters
@@ -1881,6 +1882,7 @@ static void take_added(Cursor *in, Tokenizer *tok) {
             die_bad(in, in->part, "tokens of 1 to %d bytes, found %zu in token %u", LONGEST_ADDED,
                     tok->text[id].n, id);
         tok->kind[id] = ADDED | take_int(in, 0, 7) << 1;
+        tok->tables->has_normalized |= tok->kind[id] & NORMALIZED;
     }
 }
 
@@ -2024,8 +2026,9 @@ static void encode_cut(Encoder *enc, Bytes text, int which) {
     for (size_t at = 0, done = 0;;) {
         const int id = added_next(enc->tok, text, &at, which);
         Bytes between = {text.n ? text.p + done : text.p, at - done};
-        if (which & NORMALIZED) encode_plain(enc, between);
-        else encode_cut(enc, between, which | NORMALIZED);
+        if (enc->tok->tables->has_normalized && !(which & NORMALIZED))
+            encode_cut(enc, between, which | NORMALIZED);
+        else encode_plain(enc, between);
         if (id < 0) break;
         encode_flush(enc);
         ids_add(enc->out, id);
