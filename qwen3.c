@@ -6467,7 +6467,7 @@ typedef struct Worker {
 // The pair of this layer and kv head i: see The KV cache
 static int pair_of(const Worker *me, int i) { return me->w->number * me->c->n_kv_heads + i; }
 
-// Returns the matrix of head *i of all of Wk, Wv, Wq and Wg (`width` rows each). *i: its head there
+// Returns the matrix of head *i of Wk, Wv, Wq and Wg together. *i becomes its number there.
 static const Matrix *find_head(const Layer *layer, int width, int *i) {
     const Matrix *const all[] = {&layer->wk, &layer->wv, &layer->wq, &layer->wg}, *const *w = all;
     for (; *i >= (*w)->rows / width; w++) *i -= (*w)->rows / width;
@@ -6607,7 +6607,7 @@ INLINE void matmul_tile(const Matmul *part, int t, int row, const int tokens, co
     }
 }
 
-// A unit of rows and few tokens. Up to 3 (constants) take whole panels, read from front to back.
+// A unit of rows and few tokens. For 1 to 3 a tile is a panel, so memory is read front to back.
 INLINE void matmul_few(const Matmul *part, int row, int end, const int bits) {
     const int n = part->n, step = n > 3 ? STRIP : (int)PANEL;
     for (; row < end; row += step) {
@@ -7142,7 +7142,7 @@ static float *classify(Pass *p, int n) {
 static const char *version(void) { return "qwen3 " VERSION " (" SIMD ")\n"; }
 
 // Returns what alloc says if it can't get `size` bytes for the cache: contexts of one text that fit
-// into size / 2, a quarter of the memory, and what malloc gives (with ulimit -v: the file counts).
+// into size / 2, a quarter of the memory, and what malloc gives (ulimit -v counts the file, too).
 static const char *no_cache(const Config *c, int texts, double size) {
     double room = fmin(size / 2, memory_size() / 4);
     void *volatile probe;  // volatile: else a compiler may leave it out
