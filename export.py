@@ -209,7 +209,8 @@ LIMITS = {"string": "pattern format minLength maxLength", "number": BOUNDS, "int
 TYPES = dict(zip([str, float, int, dict, list, bool, type(None)], LIMITS))  # Python's -> a schema's
 CHOICES = {"$ref": "", "const": "type", "enum": "type", "anyOf": "discriminator",
            "oneOf": "discriminator", "allOf": ""}  # in place of limits -> what may stand beside it
-INSTEAD = {"nullable": '"type": [..., "null"]', "required": "a list of names beside properties"}
+INSTEAD = {"nullable": '"type": [..., "null"]', "required": "a list of names beside properties",
+           "openapi": "one of its schemas: jq .components.schemas.NAME"}
 MOST_CASES, LONGEST_FORM = 1000, 100_000  # bytes: an argument of a command may have 128 KB
 MOST, WHOLE = 10 ** 18 - 1, "(?:0|[1-9][0-9]{0,17})"  # of a number without a bound
 SIMPLE = {"null": "null", "boolean": "(?:true|false)"}
@@ -275,7 +276,10 @@ class Part(NamedTuple):
         if not choice:
             expected = f"type or {' or '.join(CHOICES)}"
             for key in self.value:
-                self.member(key).need(key in NOTES.split(), "not supported", expected)
+                kind = next((kind for kind in LIMITS if key in LIMITS[kind].split()), None)
+                self.member(key).need(key in NOTES.split(), "not supported",
+                                      f'"type": "{kind}" beside it' if kind else
+                                      INSTEAD.get(key, f"{expected} (is it an example?)"))
             self.need(False, "any value (an example?)", expected)
         chosen, types = self.member(choice), self.value.get("type", [])
         types = types if type(types) is list else [types]
@@ -377,7 +381,7 @@ class Part(NamedTuple):
         names, required = self.value.get("properties", {}), self.value.get("required", [])
         if "additionalProperties" in self.value:
             more = self.member("additionalProperties")
-            more.need(more.value is False, "not supported", "false: no others are written")
+            more.need(more.value is False, "not supported", "false: name all members")
         for key, value, kind in (("properties", names, dict), ("required", required, list)):
             self.need(type(value) is kind, f"wrong {key}", f"a {kind.__name__}")
         for i, name in enumerate(required):
@@ -530,7 +534,8 @@ def print_form(args: list[str]) -> None:
         sys.stdout.buffer.write(Part("$", schema, schema).write().encode() + b"\n")
     except (OSError, ValueError, RecursionError, Refused) as error:
         if isinstance(error, json.JSONDecodeError):
-            error = f"no JSON Schema, expected JSON ({error})"
+            error = f"no JSON Schema, expected JSON ({error})" if text.strip() else \
+                "empty, expected a JSON Schema (did a command before the pipe fail?)"
         if what := getattr(error, "strerror", None):
             error = f"{what}, expected a file with a JSON Schema, or - for stdin"
         sys.exit(escape(f"export.py: {args[1]}: {error}"))
@@ -782,7 +787,7 @@ def normalize_config(where: Path, config: dict) -> tuple[Family, dict]:
     if not family:
         refuse(where, "not Qwen3's architecture", "the model that it was made from; of a reranker "
                "qwen3 gives the scores by -o 'yes|no'" if "ForSequenceClassification" in names else
-               " ".join(row.architectures for row in FAMILIES), names)
+               " ".join(re.findall(r"\w+(?=ForCausalLM)", str(FAMILIES))), names)
     quantized, mlx = get("quantization_config", dict), config.get("quantization")
     if quantized or mlx:  # refuse()'s arguments: it may be what a training left beside whole weights
         quantized = (where, "its quantized weights", "the unquantized checkpoint or a GGUF file",

@@ -338,8 +338,9 @@ enum { PANEL = 16 };
 INLINE int weight_int(const Matrix *w, int r, int i) {
     const int half = w->group_size / 2, g = i / w->group_size, j = i % w->group_size;
     const int at = w->bits == 8 ? i : g * half + j % half;  // the byte of the row
-    const size_t column = (size_t)(r / PANEL) * (w->cols * w->bits / 32) + at / 4;  // in the matrix
-    const int8_t byte = w->bytes[(column * PANEL + r % PANEL) * 4 + at % 4];
+    // word columns before this one: of the panels before, and of this panel
+    const size_t columns = (size_t)(r / PANEL) * (w->cols * w->bits / 32) + at / 4;
+    const int8_t byte = w->bytes[(columns * PANEL + r % PANEL) * 4 + at % 4];
     return w->bits == 8 ? byte : w->levels[(j < half ? byte : byte >> 4) & 15];
 }
 
@@ -471,9 +472,9 @@ static void round_to_int8(float *x, int n) {
     }
 }
 
-// Rounds k and v (kv_dim) for -C 8. Some elements of Qwen2.5's bk are 100 times the others:
-// without bk, k is smaller and rounds finer. What is the same in all k may be taken away: all
-// scores of a q lose the same number, and its shares stay. (rope hardly turns those elements.)
+// Rounds k and v (kv_dim) for -C 8. Any one vector may be taken from the k of all positions: all
+// scores of a q lose the same number, and its shares stay. Some elements of Qwen2.5's bk are 100
+// times the others, and rope hardly turns these: so without bk, k is smaller and rounds finer.
 static void round_kv(const Config *c, const Layer *layer, float *k, float *v) {
     for (int i = 0; layer->bk && i < c->kv_dim; i++) k[i] -= layer->bk[i];
     round_to_int8(k, c->kv_dim);
@@ -565,12 +566,12 @@ static void run_attention(Model *m, int l, int pos) {
 // ------------------------------------------------------------------------------------------------
 // The delta rule (Gated DeltaNet, arXiv 2412.06464; HF Qwen3_5GatedDeltaNet): skip it for Qwen3.
 //
-// A delta layer has a matrix S (DELTA_DIM, DELTA_DIM) for each value head, a memory of
-// pairs of key and value. For a key k it has S^T k, the sum of its rows, each times its
-// element of k. For each token, S is first multiplied by g: it forgets. Then k d^T is
-// added, where d is a share b of the difference (delta) between the token's value and
-// what S now has for its key. So S has d more for k (if |k| is 1), and (k . c) d more for
-// a key c. Last, a is what S has for q. In place of lines q to a, such a layer computes
+// A delta layer has a matrix S (DELTA_DIM, DELTA_DIM) for each value head, a memory of pairs of key
+// and value. Row i of S belongs to element i of keys: what S has for a key k is S^T k, the sum of
+// k[i] times row i. For each token, S is first multiplied by g: it forgets. Then d is a share b of
+// the difference (delta) between the token's value and what S now has for its key; and k[i] d is
+// added to row i. So S has d more for k (if |k| is 1), and (k . c) d more for a key c. Last, a is
+// what S has for q. In place of lines q to a, such a layer computes
 //
 //   u = [Wq h; Wk h; Wv h]                   delta_k_heads q and k, delta_v_heads v (DELTA_DIM)
 //   [q; k; v] = silu(conv[0] * u3 + conv[1] * u2 + conv[2] * u1 + conv[3] * u)
@@ -779,14 +780,14 @@ static float *compute_logits(Model *m) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Text to tokens. Added tokens were put into the vocabulary by hand: marks are those that the chat
+// Text to tokens. Added tokens were put into the vocabulary by hand. Marks are those that the chat
 // template writes, and all <|...|> (<|im_start|> begins a message); all others count as words. Raw
 // text is cut at each of them, a user's message only at words: there <|im_start|> is plain. What is
 // between two gets Unicode's NFC: e and a combining accent (U+0301) become one letter (U+00E9). So
 // both spellings get equal ids. (Qwen3's next step would even cut between them.) Then a regular
 // expression makes pieces, mostly words with the space before them: "Hello, world" is "Hello" ","
-// " world", Qwen3's 9707 11 1879. Last comes byte-pair encoding: at first each byte of a piece is a
-// token. A merge makes one token of two neighbours, if their bytes together are a token (no added
+// " world", Qwen3's 9707 11 1879. Byte-pair encoding takes each piece alone: at first each byte is
+// a token. A merge makes one token of two neighbours, if their bytes together are a token (no added
 // one). The merge of the highest priority is next: l o w e r -> l o w er -> l ow er -> l ower ->
 // lower. Vocabulary and priorities were made before training, from the most frequent pairs of its
 // texts. A model only knows texts cut so.
@@ -808,7 +809,7 @@ static Bytes bytes_from(Bytes b, size_t start) {  // b.p may be NULL if `start` 
 enum { OTHER, LETTER, NUMBER, SPACE, END };  // classes of characters; END: after the text
 enum { SYSTEM, USER, ASSISTANT };  // who wrote a message
 
-typedef struct {           // the text around the messages of a conversation: see The chat format
+typedef struct {           // the text around a chat's messages: skip it until The chat format
     Bytes start;           // before all else
     Bytes no_system[2];    // then, without a system message: [0] not to think, [1] to think
     Bytes open[3];         // before a message, by role
@@ -964,8 +965,11 @@ static void encode_plain(Encoder *enc, Bytes text) { buffer_add(&enc->pending, t
 // (encode_flush) and is appended; the rest goes to encode_plain. (Part II)
 static void encode_marked(Encoder *enc, Bytes text);
 
-// The same for a message: in an answer only for added tokens that output shows (<tool_call> is one,
-// <|im_end|> is not), in other messages only for words. (Part II)
+// The same for a message. Which added tokens count, depends on who wrote it: (Part II)
+//                         raw text  an answer  other messages
+//   <|im_end|>            yes       no         no     a mark that output leaves out
+//   Qwen3's <tool_call>   yes       yes        no     a mark that output shows
+//   a name                yes       yes        yes    a word
 static void encode_message(Encoder *enc, Bytes text, int role);
 
 // Appends the ids of a raw text (in all modes but chat), as HF's tokenizer(text) encodes it.
@@ -1034,10 +1038,10 @@ static void keep_likelier(float *p, int n, int id) {
     for (int i = id; i < n; i++) p[i] = p[i] > limit ? p[i] : 0;
 }
 
-// Sets all p but the k largest to 0; of equal ones the lower ids stay. It searches for the k-th
-// largest: always at least k values are >= least, and fewer than k are >= above. The p are 1 to
-// 8e-39, or 0. To halve `above` from 2 to 8e-39 would take 127 steps: so it is divided by 256 until
-// least is not 0. Then it tries the middle of both. (If fewer than k are not 0, least stays 0.)
+// Sets all p but the k largest to 0; of equal ones the lower ids stay. A binary search finds the
+// k-th largest: always at least k values are >= least, and fewer than k are >= above. The p are 1
+// to 8e-39, or 0. To halve `above` from 2 to 8e-39 would take 127 steps: so it is divided by 256
+// until least is not 0. Then it tries the middle of both. (If fewer than k are not 0, least stays.)
 static void keep_top_k(float *p, int n, int k) {
     float least = 0, above = 2;
     int kept = n;  // how many values are >= least
@@ -1125,6 +1129,7 @@ static double log_sum_exp(float *logits, int n) {
 //   A B C      2      3       C runs, and D is drawn
 //   A B C D    3      4       D runs, and E is drawn
 //   A B C D E  4      5       E runs, and a stop id is drawn, but not appended: COMPLETE
+// With option -n 2 it would end when E is drawn, and E would not run.
 
 typedef enum {
     GOES_ON,
@@ -1136,7 +1141,7 @@ typedef enum {
     FAILED                         // an error: results are not finite, or -g's form is too large
 } Ending;
 
-typedef struct Text {  // add_text makes it (Part II) of a prompt that has ids and fits
+typedef struct Text {  // add_text makes it (Part II) of a prompt, or of a perplexity's next piece
     Ids ids;           // its tokens, those of the prompt first; a perplexity has at least two
     size_t n_run;      // how many have run: the KV cache, and the state of delta layers, have them
     size_t target;     // the number of the id that is predicted next: drawn or scored
@@ -1183,7 +1188,7 @@ static Ending append_id(const Tokenizer *tok, Text *text, int id) {
 static const uint32_t *allowed_ids(const Text *text);
 
 // Calls append_id for a drawn id (-o drops the first one after the thinking). After N ids of
-// thinking (option -r N), or when it repeats itself, it appends a sentence that ends it, and
+// thinking (option -r N), or when it first repeats itself, a sentence that ends it is appended, and
 // </think>. (Part II)
 static Ending accept_id(const Tokenizer *tok, Text *text, int id);
 

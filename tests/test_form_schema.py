@@ -183,6 +183,7 @@ A, B = ({"type": "object", "properties": {"k": {"const": x}}, "required": ["k"]}
     ({"type": "object", "properties": {"x": {"type": "string", "enum": ["a", 1]}}}, "$.properties.x.enum[1]: contradicts type"),
     ({"const": None, "type": "integer"}, "$.const: contradicts"), ({"type": "string", "minLength": -1}, "$.minLength: "),
     ({"type": "array", "items": {"type": "null"}, "minItems": 1.5}, "$.minItems: "), ({"type": "string", "minimum": 1}, "$.minimum: not supported"),
+    ({"properties": {}}, '$.properties: not supported, expected "type": "object"'), ({"openapi": "3.0"}, "$.openapi: not supported, expected one of its schemas"),
     ({"allOf": [A, B]}, "$.allOf: "), ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "$.oneOf[1]: oneOf"), ({"enum": ["a"], "minLength": 2}, "$.minLength: "),
     ({"oneOf": [A, B | {"required": []}, B]}, "$.oneOf[2]: oneOf"), ({"oneOf": [{"const": 1}, {"enum": [2, 1.0]}]}, "$.oneOf[1]: oneOf"),
     ({"oneOf": [{"const": True}, {"const": 1}, {"const": 2}, {"const": 1}]}, "$.oneOf[3]: oneOf"),
