@@ -1433,10 +1433,10 @@ static bool file_replace(const char *path, const char *name, int fd, bool whole)
 static void real_name(const char *path, char name[LONGEST_NAME]);  // of what a link names; or path
 #endif
 
-// Ctrl-C: its handler sets `interrupted`. run_dialogue clears it, once the turn is over. Encoding,
-// loops over layers, and waits end early if it is set. So who called one looks at
-// it first: ids of a text that was being encoded, x, logits and a line that was being read are not
-// used then, and no error is made of them. What an answer has drawn stays.
+// Ctrl-C: its handler sets `interrupted`. run_dialogue clears it, once the turn is over, save_kept
+// at the end. Encoding, loops over layers, and waits end early if it is set. So who called one
+// looks at it first: ids of a text that was being encoded, x, logits and a line that was being read
+// are not used then, and no error is made of them. What an answer has drawn stays.
 //
 // patience: -1: Ctrl-C ends the program. N: it does not, but another does after N seconds.
 static volatile sig_atomic_t patience = -1;
@@ -1495,7 +1495,7 @@ static void ids_add(Ids *ids, int id) {
     ids->p[ids->n++] = id;
 }
 
-// Appends a text in printf's format, of less than 512 bytes, and a NUL, which does not count.
+// Appends a text in printf's format, cut at 511 bytes, and a NUL, which does not count.
 __attribute__((format(__MINGW_PRINTF_FORMAT, 2, 3)))
 static void buffer_print(Buffer *b, const char *fmt, ...) {
     char text[512];
@@ -1507,8 +1507,8 @@ static void buffer_print(Buffer *b, const char *fmt, ...) {
     b->n--;
 }
 
-// say returns a text in printf's format. It stays until the next say, and may be an argument of
-// that one: buffer_print makes a text before it adds it.
+// say returns a text in printf's format. It stays until the next say (progress in a pass has some),
+// and may be an argument of that one: buffer_print makes a text before it adds it.
 static Buffer phrase;
 #define say(...) (phrase.n = 0, buffer_print(&phrase, __VA_ARGS__), (char *)phrase.p)
 
@@ -2327,12 +2327,12 @@ static Bytes strip_end(const Tokenizer *tok, Bytes text) { return strip(tok, tex
 //   CHARS   waits for a character of a set,     X|Y     FORK to Y, X, JUMP to the end, Y
 //           and leads to the next step          X{1,2}  X, FORK to the end, X
 //   FORK    leads to the next and another one   X*      FORK to the end, X, FORK to X
-//   JUMP    leads to another one
+//   JUMP    leads to another one                (also before each X: a FORK, perhaps only to it)
 //
 // The last step of all waits, too: there the answer may end. A text's state is which steps wait. A
 // state has a mask, a bit for each id: 1 if the answer may go on with it. States and masks are made
-// when a text first needs them, and serve all texts. No state is a dead end: characters lead from
-// each step to the last one, and each of their bytes is a token.
+// when a text first needs them (prepare_text), and serve all texts. No state is a dead end: from
+// each step characters lead to the last one, and each of their bytes is a token.
 
 typedef struct {
     enum { CHARS, FORK, JUMP } kind;
@@ -2343,7 +2343,7 @@ typedef struct {
 typedef struct {
     size_t steps, n;    // the n steps that wait: in Form.waiting, in order
     int lacks;          // bytes that a begun character lacks. It is one of low .. high, for which
-    int low, high;      // the steps wait. low > high: it may be any, and they wait for the next one
+    int low, high;      // the steps wait. low > high: any may end it, and they are those after it
     uint16_t next[256]; // the state after each byte
     bool may_end;       // the last step of all is among them
     uint32_t *mask;     // (vocab_size) bits, or NULL: it is not made yet
@@ -2364,7 +2364,7 @@ typedef struct Form {
     unsigned *seen, round;  // (n_steps) the round that found a step last
     struct Listed { int id; uint16_t n, common; } *tokens;  // that an answer may have, by bytes
     Buffer rests;       // of each its bytes after those that it has in common with the one before
-    int n_tokens, work; // work: steps and ranges that were looked at since the last mask
+    int n_tokens, work; // work: steps and ranges that were looked at for this mask, or id
     size_t size;        // of states and masks, in bytes
     bool full;          // a limit was reached: until all are forgotten, some are not whole
     bool takes_turns;   // the texts of a pass need more states than there may be: each draws alone
@@ -2432,8 +2432,10 @@ static bool takes_any(Form *f, Step step, int low, int high, int *from, int *to,
     return false;
 }
 
-// Returns the state after a byte. If each step takes all or none of the characters low .. high that
-// may begin so, their rest is open (whole). Then other bytes that lead to this state get it, too.
+// Returns the state after a byte. The bytes so far begin a unit of characters, low .. high. If each
+// step takes all of these or none (whole), the steps go on now, and the bytes that lack may be any.
+// Else the state keeps low .. high, and the next byte decides. from .. to are characters that all
+// steps take like low .. high: each byte whose unit is among them leads to the same state.
 static int next_state(Form *f, int state, uint8_t byte) {
     if (f->states[state].next[byte] != UNKNOWN) return f->states[state].next[byte];
     static const int least[] = {0, 0x80, 0x800, 0x10000, LAST_CHAR + 1};  // of 1 to 4 bytes
@@ -2441,12 +2443,11 @@ static int next_state(Form *f, int state, uint8_t byte) {
     const bool begun = s.lacks > 0, any = s.low > s.high;
     const int lacks = begun ? s.lacks - 1 : (byte >= 0x80) + (byte >= 0xE0) + (byte >= 0xF0);
     const int unit = 1 << 6 * lacks;  // so many characters begin with these bytes
-    // They are a unit. from .. to: characters that other bytes may begin, too. bits: the place of
-    // this byte's unit among units that follow each other.
     int from = any ? 0 : begun ? s.low : least[lacks];
     int to = any ? 64 * unit - 1 : begun ? s.high : least[lacks + 1] - 1;
-    const int bits = begun ? to / unit / 64 * 64 + (byte & 63) : lacks ? byte & 63 >> lacks : byte;
-    const int low = max_int(bits * unit, from), high = min_int(bits * unit + unit - 1, to);
+    // The number of this byte's unit. (U+00E9 is C3 A9: A9 is unit 0xE9 of one character each.)
+    const int at = begun ? to / unit / 64 * 64 + (byte & 63) : lacks ? byte & 63 >> lacks : byte;
+    const int low = max_int(at * unit, from), high = min_int(at * unit + unit - 1, to);
     bool whole = high - low == unit - 1;
     if ((byte >> 6 == 2) != begun || byte >= 0xF8 || low > high)
         return f->states[state].next[byte] = LEFT;
@@ -2462,7 +2463,7 @@ static int next_state(Form *f, int state, uint8_t byte) {
     uint16_t *next = f->states[state].next;
     next[byte] = made;
     for (int c = (from + unit - 1) / unit; whole && (c + 1) * unit - 1 <= to; c++)
-        next[byte + c - bits] = made;
+        next[byte + c - at] = made;
     return made;
 }
 
@@ -3024,7 +3025,7 @@ typedef struct Kept {  // what is kept of a text: when it ends or can't begin ye
     size_t n;          // 0: nothing is kept
     Blocks blocks;     // with their keys and values
     float *state;      // of the delta layers after the last of them: it can't be cut
-    const Text *from;  // of a Kept that is being made: this pass saves the state of this text there
+    const Text *maker; // of a Kept that is being made: this pass saves the state of this text there
 } Kept;
 
 typedef struct Slot {  // what Part II has of a text, beside Text
@@ -3111,7 +3112,8 @@ typedef struct Engine {  // the program's state
 
 static bool chooses(const Engine *e) { return e->kind >= CHOICES; }  // among given answers (-o)
 
-// Returns how many Kepts there are: of texts, of marks, with `steps` (-K and states) of steps, too.
+// Returns how many Kepts there are: one of each text, of marks as many as are asked for again soon
+// (a list's beginning; where texts part), and with `steps` (-K and states) of steps, too.
 static int count_kepts(int texts, bool list, bool steps) {
     return texts + (texts > 1 ? 4 : list ? 2 : 1) + (steps ? KEPT_STEPS : 0);
 }
@@ -3344,7 +3346,7 @@ static Kept *find_least(Engine *e, const Text *t) {
         for (const Kept *other = e->kept; other <= last; other++)
             if (other->n < k->n && other->n > before) before = other->n;
         const double ratio = begins ? (t->ids.n - before + 64.0) / (t->ids.n - k->n + 64) : 0;
-        if (ratio < lowest && !k->from) lowest = ratio, least = k;
+        if (ratio < lowest && !k->maker) lowest = ratio, least = k;
     }
     return least;
 }
@@ -3370,7 +3372,7 @@ static void keep_text(Engine *e, Text *t) {
 static bool add_unused(Engine *e, Blocks *blocks, int n, int spare) {
     for (int i = e->n_kept - 1; i >= 0 && e->n_unused < n + spare; i--) {
         Kept *kept = &e->kept[i];
-        bool needed = kept->from;
+        bool needed = kept->maker;
         for (int j = 0; spare && has_delta(e) && kept->n && j < e->n_running; j++)
             needed |= count_common(e->order[j], kept->ids, kept->n) == kept->n;
         if (needed) continue;
@@ -3597,7 +3599,7 @@ static void draft_texts(Engine *e) {
     for (int i = 0; i < e->n_running; i++) {
         Text *t = e->order[i];
         const bool whole = t->slot->right > 0 && t->slot->right == t->slot->guesses;
-        // Each guess must get a row of logits, because draw reads it; make_rows adds what fits.
+        // Each guess must get a row of logits, because draw reads it. make_rows has room for these.
         const int rows = min_int((1 + whole) * e->pass->draft_rows, e->pass->logit_rows);
         t->slot->guesses = t->slot->right = 0;
         if (decodes) draft_text(e, t, rows / e->n_running - 1);
@@ -3616,30 +3618,31 @@ static bool is_step(const Engine *e, const Text *t, size_t n) {
     return e->options.keep && n % len == 0 && n + step <= end;
 }
 
-// If n ids end at a mark or a step, begins a Kept of them: the least makes room. Returns where this
-// pass saves the state. NULL: they do not, or this pass makes all Kepts already.
+// With states, if n ids end at a mark or a step, begins a Kept of them: the least makes room.
+// Returns where this pass saves the state. NULL: none is saved, or it makes all Kepts already.
 static float *make_kept(Engine *e, const Text *t, size_t n) {
     const bool marked = n == t->slot->parts_at || n == t->slot->next_turn_at || is_step(e, t, n);
     Kept *kept = has_delta(e) && marked ? find_least(e, t) : NULL;
-    if (!kept || kept->from) return NULL;
+    if (!kept || kept->maker) return NULL;
     cut_blocks(e, &kept->blocks, 0);
     memcpy(kept->ids, t->ids.p, n * sizeof(int));
     kept->n = n;
-    kept->from = t;
+    kept->maker = t;
     use_kept(e, kept);
     return e->kept[0].state;
 }
 
 // Gives a Kept its blocks if the last pass ran and has saved its state; else it keeps nothing.
 static void finish_kept(Engine *e, Kept *kept, bool ran) {
-    const Blocks *blocks = &kept->from->slot->own.blocks;
+    const Blocks *blocks = &kept->maker->slot->own.blocks;
     if (!ran || !share_blocks(e, &kept->blocks, *blocks, kept->n)) kept->n = 0;
-    kept->from = NULL;
+    kept->maker = NULL;
 }
 
 // Makes the rows of the next pass and returns how many they are. Each text that runs gets one at
-// least, the first texts as many as fit. A row needs logits if the id after it is to be drawn or
-// scored: so of a prompt's rows only the last does. A scored text's last id need not run.
+// least (no more texts run than -b has rows, nor than get logits), the first ones what fits. A row
+// needs logits if the id after it is to be drawn or scored: so of a prompt's rows only the last
+// does. A scored text's last id need not run.
 static int make_rows(Engine *e) {
     Pass *p = e->pass;
     int n = 0, n_needed = 0;
@@ -3747,7 +3750,7 @@ static bool run_pass(Engine *e) {  // returns false after Ctrl-C
     schedule(e);
     draft_texts(e);
     const int n = make_rows(e);
-    // Ctrl-C in a chat's prompt, or with -K: what ran before stays, unless a list has states.
+    // Ctrl-C in a chat's prompt, or with -K: what ran before stays, unless texts run together.
     Text *first = e->order[0];
     const bool stays = e->dialogue || (e->options.keep && e->n_running == 1);
     const bool saves = has_delta(e) && stays && first->n_run < first->n_prompt;
@@ -3757,7 +3760,7 @@ static bool run_pass(Engine *e) {  // returns false after Ctrl-C
         die("texts: %d wait and none can run; please report this", e->n_texts);
     const bool ran = n > 0 && forward_rows(e->pass, n);
     for (int i = 0; i < e->n_kept; i++)
-        if (e->kept[i].from) finish_kept(e, &e->kept[i], ran);
+        if (e->kept[i].maker) finish_kept(e, &e->kept[i], ran);
     if (saves && !ran) copy_state(e, first->slot->own.state, e->before[0]);
     e->stopped = n > 0 && !ran && !saves;
     if (!ran) return false;
@@ -3777,9 +3780,10 @@ static bool run_pass(Engine *e) {  // returns false after Ctrl-C
 
 // ------------------------------------------------------------------------------------------------
 // A file of what is kept (-K FILE), for later runs whose prompts begin alike. When a run begins,
-// FILE becomes Kepts. When it ends, FILE gets the first Kept, and with states those with which its
-// text begins. It is of the text that ended last; with states and several places, of what was
-// taken, or made at a mark, last. A row's results are the same in all runs: FILE only saves time.
+// FILE becomes Kepts. When it ends, FILE gets the first Kept, unless it has most of it already, and
+// with states those with which its text begins. It is of the text that ended last; with states and
+// several places, of what was taken, or made at a mark, last. A row's results are the same in all
+// runs: FILE only saves time.
 //
 // Nobody knows where the next prompt will differ. So is_step makes Kepts such that it reruns at
 // most 64 ids, or eight times those that differ, and a block. Where it does differ from FILE's
@@ -3930,7 +3934,7 @@ static bool write_filed(Filed *f, const Kept *text) {
     for (size_t n = 0; n < text->n; f->n_kepts++) {
         const Kept *next = text;  // the shortest one of more than n ids
         for (const Kept *k = e->kept; k < e->kept + e->n_kept && has_delta(e); k++)
-            if (!k->from && k->n > n && k->n < next->n &&
+            if (!k->maker && k->n > n && k->n < next->n &&
                 !memcmp(k->ids, text->ids, k->n * sizeof(int))) next = k;
         f->states[f->n_kepts] = next->state;
         f->head.n[f->n_kepts] = n = next->n;
@@ -3960,8 +3964,8 @@ static void save_kept(void) {
     atomic_flag_clear(&dying);
     for (int i = 0; i < e->n_running && !has_delta(e); i++) keep_text(e, e->order[i]);
     const Kept *text = e->kept;
-    while (text < e->kept + e->n_kept - 1 && (text->n == 0 || text->from)) text++;
-    if (text->from || text->n - count_filed(text) <= text->n / 8) return;
+    while (text < e->kept + e->n_kept - 1 && (text->n == 0 || text->maker)) text++;
+    if (text->maker || text->n - count_filed(text) <= text->n / 8) return;
     interrupted = 0;
     real_name(file, target);
     Filed out = {.e = e, .writes = true, .fd = file_create(target, part)};
@@ -4382,6 +4386,7 @@ static const char *encode_choices(Engine *e, Bytes prompt) {
 static void ask(Engine *e, Text *t) {
     const bool closed = e->mode == CHAT && t->ids.p[t->ids.n - 1] == e->tokenizer.end_think;
     const Ids *ids = t->slot->thinking ? &e->budget_text : closed ? &e->after_think : NULL;
+    t->writer->trims |= closed;  // the newlines are no answer's
     for (size_t i = 0; ids && i < ids->n; i++) add_id(&e->tokenizer, t, ids->p[i]);
     go_back(e, t, t->ids.n - 1);
     t->slot->next_turn_at = t->ids.n - t->slot->own.choices.before;  // all TEXTs begin so
@@ -5265,7 +5270,8 @@ static void prepare_answers(Engine *e) {
     const Bytes answer = f->answer_open[e->switched_on];
     const size_t open = find_last(answer, bytes("<think>"));
     const size_t close = find_last(answer, bytes("</think>"));
-    const bool model_may = !open && !close && tok->think >= 0 && f->strip.n;
+    const bool model_may = !open && !close && tok->think >= 0 && tok->end_think >= 0 &&
+                           f->strip.n;
     e->thinks = e->mode == CHAT && open > close && tok->end_think >= 0;
     e->may_think = e->thinks || (e->mode == CHAT && model_may);
     encode_part(tok, bytes(end_of_budget), true, &e->budget_text);
@@ -5655,6 +5661,7 @@ typedef struct {
     size_t failed_in_file;  // of these, lines without a result
     size_t first_failed;    // the number of the first one, from 1
     Buffer tail;            // -w: what FILE ended with, and has not come again yet
+    bool left;              // -w: a last line without a newline was left for the next run
 } List;
 
 static bool has_newline(Bytes line) { return line.n && line.p[line.n - 1] == '\n'; }
@@ -5849,6 +5856,8 @@ static bool admit_lines(List *l) {
         if (l->e->options.out && !has_newline(line) && l->read >= l->in_file && !begun) {
             warn("%.600s: line %zu has no newline: half written? Left for the next run",
                  l->in.name, l->read + 1);
+            l->left = true;
+            l->left = true;
             break;
         }
         add_line(l, line);
@@ -5884,7 +5893,7 @@ static int report_list(const List *l) {
     const size_t lines = l->written > l->in_file ? l->written : l->in_file;  // that are there
     const size_t n = lines - l->in_file;
     const int context = l->e->model.context;
-    const bool had_all = l->in_file && n == 0 && !interrupted;
+    const bool had_all = l->in_file && n == 0 && !interrupted && !l->left;
     const int status = interrupted ? EXIT_INTERRUPT : l->failed || l->failed_in_file ? 1 : 0;
     progress_end();
     if (had_all)
@@ -6233,8 +6242,8 @@ static double position_size(const Config *c) { return 8.0 * c->n_kv_layers * c->
 
 // ------------------------------------------------------------------------------------------------
 // The KV cache: a pool of blocks of BLOCK positions, the floats of a SIMD vector. So memory is
-// touched only as positions come into use. FILE of -K has blocks as they are here: where another
-// version changes them, MAGIC changes, too. For each pair of layer and kv head, a block has a cell:
+// touched only as positions come into use. (FILE of -K has blocks as they are here: make_head tells
+// versions apart, MAGIC does not.) For each pair of layer and kv head, a block has a cell:
 //
 //   keys    (head_dim, BLOCK positions)
 //   values  (value_dim / LANES, BLOCK positions, LANES columns)

@@ -80,12 +80,12 @@ static void check_rows(const Engine *e, int n) {
     for (int i = 0; i < e->n_kept; i++) {
         const Kept *kept = &e->kept[i];
         uint64_t hash = 0;
-        for (size_t pos = 0; pos < kept->n && !kept->from; pos++) {
+        for (size_t pos = 0; pos < kept->n && !kept->maker; pos++) {
             hash = next_hash(hash, kept->ids[pos]);
             if (*hash_at(e, kept->blocks.p[pos / e->pass->block_len], pos) != hash)
                 die("Kept %d: position %zu is another's", i, pos);
         }
-        if (kept->n && !kept->from && has_delta(e) && *state_of(kept->state) != hash) die("Kept %d: its state is another's", i);
+        if (kept->n && !kept->maker && has_delta(e) && *state_of(kept->state) != hash) die("Kept %d: its state is another's", i);
     }
     for (int i = 0; i < e->pass->n_blocks; i++) unused -= e->users[i] > 0;
     if (unused != e->n_unused) die("blocks: %d are unused, not %d", unused, e->n_unused);

@@ -92,6 +92,12 @@ def test_texts_that_begin_with_another_and_its_answer(tiny, seed, cache):
         assert run_list(tiny, texts, answers, *run, "-b", batch) == lines
 
 
+def test_no_blank_lines_where_the_prompt_ends_its_thinking(chain):
+    template = ("{% for m in messages %}<|im_start|>{{m.role}}\n{{m.content}}<|im_end|>\n{% endfor %}"
+                "{% if add_generation_prompt %}<|im_start|>assistant\n<think></think>{% endif %}")
+    assert output(chain("Ċ", "a", "<|im_end|>", template=template), "-m", "chat", "-i", "x", "-o", "a|b", "-qq") == b"a\n"
+
+
 def test_one_text(tiny):
     """stderr has the numbers of a list's line in one sentence, in the order of -o."""
     result = qwen3(tiny, "-i", "Tell me a story", "-o", "yes|no")

@@ -352,6 +352,7 @@ def test_a_list_that_grows(tiny, tmp_path, kind):
         assert result.returncode == 0 and left * (whole[size - 1] != 10) in result.stderr, result
         assert (b"no newline" in result.stderr) == (whole[size - 1] != 10) and out.read_bytes().count(b"\n") == n
         assert b"no newline" not in qwen3(*run, "-w", out).stderr
+        assert (b"has all" in qwen3(*run[:-1], "-w", out).stderr) == (whole[size - 1] == 10)
     assert out.read_bytes() == output(*run)
     path.write_bytes(whole[:-1])                    # an older version took it: it is the same
     assert qwen3(*run[:-1], "-q", "-w", out).stderr == b"" and out.read_bytes() == output(*run)
