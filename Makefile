@@ -140,6 +140,8 @@ test: qwen3 qwen3-plain tests/render tests/journey tests/book tests/.venv
 	tests/test
 	$(PYTEST) $(PARALLEL) -m "not slow" $(FILES)
 
+tests: test  # the folder has this name, too
+
 test-all: qwen3 qwen3-plain tests/render tests/journey tests/book tests/bench tests/fuzz tests/.venv
 	$(PYTEST) -m alone tests/test_build.py
 	$(PYTEST) $(PARALLEL) -m "slow and not alone" tests
@@ -195,4 +197,4 @@ clean:
 	rm -rf release tests/.venv
 
 .PHONY: help source plain run journey book bench quality portable install uninstall debug check \
-        test test-all answer sums notes fuzz clean FORCE
+        test tests test-all answer sums notes fuzz clean FORCE

@@ -2665,7 +2665,8 @@ static void add_atom(Expression *x) {  // a character, a set or a group
         x->depth--;
     } else {
         form_need(x, start, !strchr("*+?{^$", *start), *start != '{' || !strchr(start, '"')
-                  ? "\\ before this sign" : "an expression: export.py --form makes it of a schema");
+                  ? "\\ before this sign (.* is any text)"
+                  : "an expression: export.py --form makes it of a schema");
         const bool any = take_sign(x, '.');  // all but \n
         const int c = any ? '\n' : take_char(x, &set);
         if (c >= 0) add_range(&set, c, c);
@@ -5897,7 +5898,8 @@ static int report_list(const List *l) {
     const int status = interrupted ? EXIT_INTERRUPT : l->failed || l->failed_in_file ? 1 : 0;
     progress_end();
     if (had_all)
-        notice("%s: has all %zu lines; another FILE, or none, makes a new run", o->out, lines);
+        notice("%s: has all %zu lines (only the last %d were compared); another FILE, or none, "
+               "makes a new run", o->out, lines, KNOWN_AGAIN);
     warn_of_answers(l);
     for (int i = 0; i < INTERRUPTED; i++)
         if (l->closed[i])
