@@ -2880,7 +2880,8 @@ static const Option *option_named(const char *arg) {
         if (begins && !arg[2]) return option;
         if (begins && (strchr("0123456789.-=", arg[2]) || strpbrk(arg, "./")))
             right = say("a space: -%c %.80s", arg[1], arg + 2 + (arg[2] == '='));
-        else if (strstr(option->others, name) || (tolower(arg[1]) == option->letter && !arg[2]))
+        else if (strstr(option->others, name) ||
+                 (tolower((uint8_t)arg[1]) == option->letter && !arg[2]))
             right = say("-%c; -h lists all", option->letter);
     }
     die_usage("%.80s: unknown option, expected %s", arg, right);
@@ -3396,7 +3397,8 @@ static bool take_blocks(Engine *e, Text *t, int more, int spare) {
     return add_unused(e, blocks, count_blocks(e, n) - blocks->n, spare);
 }
 
-// Shares the blocks of n positions. Of a cut one it makes a copy, or returns false: none is unused.
+// Shares the blocks of n positions; has none yet. Of a cut one it makes a copy, or returns false:
+// none is unused.
 static bool share_blocks(Engine *e, Blocks *blocks, Blocks from, size_t n) {
     const int whole = (int)(n / e->pass->block_len);
     while (blocks->n < whole) add_block(e, blocks, from.p[blocks->n]);
@@ -4346,7 +4348,7 @@ static const char *encode_choices(Engine *e, Bytes prompt) {
     Choice *const end = all->p + all->n;
     const size_t fixed = strip_end(tok, prompt).n ? tok->prefix.n : ids->n;  // no TEXT changes one
     const size_t closing = e->may_think ? e->budget_text.n  // ask adds these; a last id never runs
-                           : e->mode == CHAT ? e->after_think.n - 1 : 0;
+                           : e->mode == CHAT && e->after_think.n ? e->after_think.n - 1 : 0;
     size_t same = ids->n;  // so many first ids of e->prompt no TEXT changes
     Buffer text = {0};
     if (prompt.n && (prompt.n + 40.0) * all->n > 25e6)
@@ -4573,10 +4575,12 @@ static void check_form(const char *text) {
     const bool grammar = strstr(text, "::=");
     if (!grammar && !strpbrk(text, "[(|.?*+{\\"))
         notice("-g: each answer is this text alone; ways are yes|no, others in RECIPES.md");
-    const char *last = strrchr(text, *text), *set = strchr(text, '['), *bar = strchr(text, '|');
-    if (n > 1 && strchr("/'", *text) && last > text && last[1 + strspn(last + 1, "gimsu")] == 0)
+    const char *last = strrchr(text, *text), *set = strchr(text, '['), *bar = set ? set + 1 : "";
+    const size_t flags = *text == '/' ? strspn(last + 1, "gimsu") : 0;  // as in /yes|no/i
+    if (n > 1 && strchr("/'", *text) && last > text && flags < 3 && !last[1 + flags])
         notice("-g: %c at both ends is a sign of the answer", *text);
-    if (set && bar > set && isalpha((uint8_t)bar[-1]) && memchr(set, ']', bar - set) == NULL)
+    while (isalpha((uint8_t)*bar)) bar++;
+    if (*bar == '|' && bar > set + 1 && (set == text || set[-1] != '\\'))
         notice("-g: | in [...] is a sign of the answer; (yes|no) makes ways");
     if (!strchr(text, '"') && (strstr(text, "\\\\d") || strstr(text, "\\\\w")))
         notice("-g: \\\\ is a backslash in the answer; \\d is a digit, \\w a letter");
@@ -5858,7 +5862,6 @@ static bool admit_lines(List *l) {
             warn("%.600s: line %zu has no newline: half written? Left for the next run",
                  l->in.name, l->read + 1);
             l->left = true;
-            l->left = true;
             break;
         }
         add_line(l, line);
@@ -5898,8 +5901,8 @@ static int report_list(const List *l) {
     const int status = interrupted ? EXIT_INTERRUPT : l->failed || l->failed_in_file ? 1 : 0;
     progress_end();
     if (had_all)
-        notice("%s: has all %zu lines (only the last %d were compared); another FILE, or none, "
-               "makes a new run", o->out, lines, KNOWN_AGAIN);
+        notice("%s: has all %zu lines%s; another FILE, or none, makes a new run", o->out, lines,
+               lines > KNOWN_AGAIN ? say(" (only the last %d were compared)", KNOWN_AGAIN) : "");
     warn_of_answers(l);
     for (int i = 0; i < INTERRUPTED; i++)
         if (l->closed[i])

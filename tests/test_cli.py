@@ -435,7 +435,7 @@ NOTICES = [  # mode, options, the notice or None
     ("chat", ("-s", "-1"), "-s: -1 is a seed as others are; without -s each run draws one"),
     ("chat", ("-g", "json"), "-g: each answer is this text alone; ways are yes|no, others in RECIPES.md"),
     *[("chat", ("-g", form), "-g: / at both ends is a sign of the answer") for form in ("/yes|no/", "/yes|no/i")],
-    ("chat", ("-g", "yes | no"), "-g: a blank beside | is a sign of the answer"), ("chat", ("-g", "[^|x]|[y|]"), None),
+    ("chat", ("-g", "yes | no"), "-g: a blank beside | is a sign of the answer"), *[("chat", ("-g", form), None) for form in ("[^|x]|[y|]", r"\[(yes|no)\]", "/usr/sums|b", "(a|[b])")],
     ("chat", ("-g", "[yes|no]"), "-g: | in [...] is a sign of the answer; (yes|no) makes ways"),
     ("chat", ("-g", r"\\d+"), r"-g: \\ is a backslash in the answer; \d is a digit, \w a letter"), ("chat", ("-g", r'"\\d"'), None),
     ("chat", ("-g", "none.json"), '-g: the name of a file, taken as text; -g "$(export.py --form FILE)" reads it'),
