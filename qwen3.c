@@ -51,7 +51,7 @@
      Norm.    A layer reads a copy of x of steady magnitude (rmsnorm), and adds to x itself. So x
               can grow, and keeps what each layer added. (Were x itself normalized in each layer,
               what the first ones added would fade.) The norms of q and k (QK-norm) bound q . k.
-     Scale.   q . k sums head_dim products, some positive and some negative. Its magnitude is about
+     Scale.   q . k sums head_dim products, mostly of mixed signs. Then its magnitude is about
               sqrt(head_dim) times that of one product. Dividing by this makes heads of any width
               alike. Else softmax could give nearly all to one position.
      Sharing. n_heads / n_kv_heads neighbouring query heads use the same K and V: so the cache is
@@ -472,7 +472,7 @@ static void round_to_int8(float *x, int n) {
     }
 }
 
-// Rounds k and v (kv_dim) for -C 8. Any one vector may be taken from the k of all positions: all
+// Rounds k and v (kv_dim) for -C 8. If one vector is subtracted from the k of all positions, all
 // scores of a q lose the same number, and its shares stay. Some elements of Qwen2.5's bk are 100
 // times the others, and rope hardly turns these: so without bk, k is smaller and rounds finer.
 static void round_kv(const Config *c, const Layer *layer, float *k, float *v) {
@@ -781,16 +781,17 @@ static float *compute_logits(Model *m) {
 
 // ------------------------------------------------------------------------------------------------
 // Text to tokens. Added tokens were put into the vocabulary by hand. Marks are those that the chat
-// template writes, and all <|...|> (<|im_start|> begins a message); all others count as words. Raw
-// text is cut at each of them, a user's message only at words: there <|im_start|> is plain. What is
-// between two gets Unicode's NFC: e and a combining accent (U+0301) become one letter (U+00E9). So
-// both spellings get equal ids. (Qwen3's next step would even cut between them.) Then a regular
-// expression makes pieces, mostly words with the space before them: "Hello, world" is "Hello" ","
-// " world", Qwen3's 9707 11 1879. Byte-pair encoding takes each piece alone: at first each byte is
-// a token. A merge makes one token of two neighbours, if their bytes together are a token (no added
-// one). The merge of the highest priority is next: l o w e r -> l o w er -> l ow er -> l ower ->
-// lower. Vocabulary and priorities were made before training, from the most frequent pairs of its
-// texts. A model only knows texts cut so.
+// template writes, and all <|...|> (<|im_start|> begins a message); others count as words, unless
+// they are special to HF. Raw text is cut at each of them, a user's message only at words: there
+// <|im_start|> is plain (encode_message has a table). What is between two gets Unicode's NFC: e and
+// a combining accent (U+0301) become one letter (U+00E9). So both spellings get equal ids. (Qwen3's
+// next step would even cut between them.) Then a regular expression makes pieces, mostly words with
+// the space before them: "Hello, world" is "Hello" "," " world", Qwen3's 9707 11 1879. Byte-pair
+// encoding takes each piece alone: at first each byte is a token. A merge makes one token of two
+// neighbours, if their bytes together are a token that merges make. The merge of the highest
+// priority is next: l o w e r -> l o w er -> l ow er -> l ower -> lower. Vocabulary and priorities
+// were made before training, from the most frequent pairs of its texts. A model only knows texts
+// cut so.
 
 typedef struct { const uint8_t *p; size_t n; } Bytes;  // owned elsewhere; no NUL ends a text
 typedef struct { uint8_t *p; size_t n, cap; } Buffer;  // bytes that grow: p has room for `cap`
@@ -893,8 +894,8 @@ static size_t space_length(const Tokenizer *tok, Bytes text) {
 static size_t piece_length(const Tokenizer *tok, Bytes text) {
     size_t end = contraction(text);
     if (end) return end;                                                             // 1
-    Char a = char_at(tok, text, 0), b = char_at(tok, text, a.n);
-    bool may_lead = a.class != NUMBER && !is_newline(a.c);
+    Char a = char_at(tok, text, 0), b = char_at(tok, text, a.n);  // the first two characters
+    bool may_lead = a.class != NUMBER && !is_newline(a.c);        // the letters of 2
     if (a.class == LETTER || (may_lead && b.class == LETTER))
         return run_end(tok, text, a.n, LETTER);                                      // 2
     if (a.class == NUMBER) return a.n;                                               // 3
@@ -1038,10 +1039,10 @@ static void keep_likelier(float *p, int n, int id) {
     for (int i = id; i < n; i++) p[i] = p[i] > limit ? p[i] : 0;
 }
 
-// Sets all p but the k largest to 0; of equal ones the lower ids stay. A binary search finds the
-// k-th largest: always at least k values are >= least, and fewer than k are >= above. The p are 1
-// to 8e-39, or 0. To halve `above` from 2 to 8e-39 would take 127 steps: so it is divided by 256
-// until least is not 0. Then it tries the middle of both. (If fewer than k are not 0, least stays.)
+// Sets all p but the k largest to 0. A search finds the k-th largest between `least` (at least k
+// values are >= it) and `above` (fewer than k are): each step tries a number between them. p may be
+// as small as 8e-39, so halving alone would be slow: until least is not 0, it tries above / 256. It
+// ends when k are left, or no float is between: then of equal ones those with the lower ids stay.
 static void keep_top_k(float *p, int n, int k) {
     float least = 0, above = 2;
     int kept = n;  // how many values are >= least
@@ -1187,9 +1188,9 @@ static Ending append_id(const Tokenizer *tok, Text *text, int id) {
 // without -g, or while the text thinks, NULL. (Part II)
 static const uint32_t *allowed_ids(const Text *text);
 
-// Calls append_id for a drawn id (-o drops the first one after the thinking). After N ids of
-// thinking (option -r N), or when it first repeats itself, a sentence that ends it is appended, and
-// </think>. (Part II)
+// Calls append_id for a drawn id; without -g, -o and thinking that is all. (-o drops the first id
+// after the thinking.) After N ids of thinking (option -r N), or when it first repeats itself, a
+// sentence that ends it is appended, and </think>. (Part II)
 static Ending accept_id(const Tokenizer *tok, Text *text, int id);
 
 // Scores the first id of each given answer by the logits of the id before. (Part II)
@@ -1508,7 +1509,8 @@ static void buffer_print(Buffer *b, const char *fmt, ...) {
 }
 
 // say returns a text in printf's format. It stays until the next say (progress in a pass has some),
-// and may be an argument of that one: buffer_print makes a text before it adds it.
+// and may be an argument of that one: buffer_print makes a text before it adds it. An error that a
+// function returns mostly is such a text: it is reported before anything else is said.
 static Buffer phrase;
 #define say(...) (phrase.n = 0, buffer_print(&phrase, __VA_ARGS__), (char *)phrase.p)
 
@@ -2869,7 +2871,8 @@ static const struct { const char *others, *here; } hints[] = {
 // Returns the option of this name. If there is none, ends the program and names the likely mistake:
 // another program's name for it, up to =, whose _ count as -.
 static const Option *option_named(const char *arg) {
-    const char *right = "one that -h lists, each by itself", *start = arg + strspn(arg, "-");
+    const char *const usual = "one that -h lists, each by itself", *start = arg + strspn(arg, "-");
+    const char *right = usual;
     char name[64];
     snprintf(name, sizeof(name), " %.*s ", (int)strcspn(start, "="), start);
     for (char *c = name; *c; c++) *c = *c == '_' ? '-' : *c;
@@ -2878,11 +2881,12 @@ static const Option *option_named(const char *arg) {
     for (const Option *option = options; option < options + N_OPTIONS; option++) {
         const bool begins = arg[1] == option->letter;
         if (begins && !arg[2]) return option;
-        if (begins && (strchr("0123456789.-=", arg[2]) || strpbrk(arg, "./")))
-            right = say("a space: -%c %.80s", arg[1], arg + 2 + (arg[2] == '='));
-        else if (strstr(option->others, name) ||
-                 (tolower((uint8_t)arg[1]) == option->letter && !arg[2]))
+        if (strstr(option->others, name) ||
+            (tolower((uint8_t)arg[1]) == option->letter && !arg[2]))
             right = say("-%c; -h lists all", option->letter);
+        else if (begins && right == usual &&
+                 (strchr("0123456789.-=", arg[2]) || strpbrk(arg, "./")))
+            right = say("a space: -%c %.80s", arg[1], arg + 2 + (arg[2] == '='));
     }
     die_usage("%.80s: unknown option, expected %s", arg, right);
 }
@@ -3003,8 +3007,8 @@ enum { BY_BUDGET = GOES_ON, NOT_CLOSED = FAILED + 1 };  // Slot.closed_by: -r N,
 typedef struct Choice {  // a given answer
     Buffer text;
     size_t n_tokens;   // that it adds to the prompt
-    Ids ids;           // the prompt's last ids (Choices.before), then these tokens, then ANY_STOP
-                       // if another given answer begins with them
+    Ids ids;           // first what stands at the prompt's last places (Choices.before) once this
+                       // TEXT follows, then these tokens, then ANY_STOP if another begins with them
     bool same_ids, same_text;  // as another one of its row: only that one is summed
     size_t n_chosen;   // of a list's texts: those that most likely get it
 } Choice;
@@ -3013,7 +3017,7 @@ typedef struct Choices {
     Choice *p;
     int n;
     size_t cap;
-    size_t before;     // ids of the prompt's end that each one begins with (see encode_choices)
+    size_t before;     // last ids of the prompt, of which a TEXT changes some: see encode_choices
 } Choices;
 
 typedef struct Blocks { int *p, n; } Blocks;  // of the cache: position pos is in p[pos / block_len]
@@ -3895,7 +3899,7 @@ static bool read_kepts(Filed *f) {
     f->ids.p = grow(NULL, &f->ids.cap, 0, f->ids.n, sizeof(int));
     if (!has_delta(e)) f->head.n[0] = min_size(f->ids.n, context);  // it is cut
     for (; fit < min_int(f->n_kepts, e->n_kept) && f->head.n[fit] <= context; fit++)
-        f->states[fit] = last[-fit].state;
+        f->states[fit] = last[-fit].state;  // this Kept is `last` after `fit` calls of use_kept
     const size_t n = fit ? f->head.n[fit - 1] : 0;
     f->n_states = has_delta(e) ? fit : 0;
     add_unused(e, blocks, count_blocks(e, n), 0);  // as many as a context takes are there
@@ -4346,7 +4350,8 @@ static const char *encode_choices(Engine *e, Bytes prompt) {
     const Ids *ids = &e->prompt;
     Choices *all = &e->next;
     Choice *const end = all->p + all->n;
-    const size_t fixed = strip_end(tok, prompt).n ? tok->prefix.n : ids->n;  // no TEXT changes one
+    // ids before those of the text with a TEXT: the prefix; all, where the prompt is only blanks
+    const size_t fixed = strip_end(tok, prompt).n ? tok->prefix.n : ids->n;
     const size_t closing = e->may_think ? e->budget_text.n  // ask adds these; a last id never runs
                            : e->mode == CHAT && e->after_think.n ? e->after_think.n - 1 : 0;
     size_t same = ids->n;  // so many first ids of e->prompt no TEXT changes
@@ -5647,7 +5652,7 @@ typedef struct {
     Engine *e;
     Lines in;
     size_t failed;          // lines that were an error
-    size_t nameless;        // lines without the member of -o @NAME: only the first is reported
+    size_t nameless;        // new lines without the member of -o @NAME: the first is reported
     bool silent;            // the line that is read is one of these, but not the first
     size_t read;            // lines that were read
     size_t written;         // lines that were written
@@ -5786,11 +5791,12 @@ static const char *encode_line(List *l, Bytes line) {
     const Json object = {.rest = line, .n = line.n, .text = &e->input};
     const bool chat = e->mode == CHAT, own = e->kind == OWN_CHOICES;
     const Conversation *talk = &e->conversation;
+    l->silent = false;
     if (line.n > l->in.most) return "too long, expected at most 1 GB, less where memory is small";
     const char *error = take_line(l, line);
     if (own) e->reserve = 0;  // not known yet
     const bool lacks = !error && own && !json_member(object, e->options.member).rest.n;
-    l->silent = lacks && l->nameless++ > 0;
+    l->silent = lacks && l->read >= l->in_file && l->nameless++ > 0;
     if (!error && own) error = take_choices(object, e->options.member, &e->next);
     size_t size = 0;
     for (size_t i = 0; i < talk->n; i++)

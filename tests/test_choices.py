@@ -364,6 +364,13 @@ def test_a_name_that_no_row_has(tiny):
     assert result.stdout.count(b'no member \\"owm\\", expected') == 9
 
 
+def test_a_row_without_the_name_in_a_list_that_grows(tiny, tmp_path):
+    """Each run reports its first one."""
+    for i in (1, 2):
+        result = qwen3(tiny, "-L", "-", "-o", "@own", "-w", tmp_path / "out", stdin=b'{"text": "x"}\n' * i)
+        assert result.returncode == 1 and b'stdin: line %d: no member "own"' % i in result.stderr, result
+
+
 BLANK, PROMPT_ENDS = "a blank at an end, which counts", "prompt: ends in a blank"
 
 

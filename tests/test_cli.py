@@ -119,7 +119,7 @@ def test_no_option_is_forgotten(tiny):
 
 
 OTHERS = {  # other programs' options, and what is here
-    "-t": "--temp --temperature --temp=1 -temp", "-p": "--top-p --top_p", "-k": "--top-k --top_k=3",
+    "-t": "--temp --temperature --temp=1 -temp -temp=0.7", "-f": "-file=a.txt", "MODEL without": "-model=a.bin", "-p": "--top-p --top_p", "-k": "--top-k --top_k=3",
     "-s": "--seed", "-i": "--prompt", "-j": "--threads", "-c": "-ctx --ctx-size --num_ctx", "-C": "--cache-type-k --kv_cache_dtype=fp8",
     "-K": "--prompt-cache",
     "-n": "--n-predict --max-tokens --max_tokens", "-y": "--system -sys", "-e": "--repeat_penalty",
