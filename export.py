@@ -1874,7 +1874,7 @@ def find_verified_pieces(template: str | None, variables: dict[str, str]) -> tup
     try:
         texts = render_all(template, variables, MARKED)
         pieces = find_pieces(texts, variables.get("bos_token", ""))
-        parts = re.search("(?s)PARTONE(.{,16})PARTTWO", str(texts[PARTS]))  # as in qwen3.c
+        parts = re.search("(?s)PARTONE(.{,16})PARTTWO", str(texts[PARTS]))  # 64 bytes
         if parts and pieces.render((("user", parts[0]),), False) == texts[PARTS]:
             pieces = pieces._replace(join=parts[1])
         trials = make_trials(pieces.user_close + pieces.user_open, template)

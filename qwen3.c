@@ -2329,7 +2329,7 @@ static Bytes strip_end(const Tokenizer *tok, Bytes text) { return strip(tok, tex
 //   CHARS   waits for a character of a set,     X|Y     FORK to Y, X, JUMP to the end, Y
 //           and leads to the next step          X{1,2}  X, FORK to the end, X
 //   FORK    leads to the next and another one   X*      FORK to the end, X, FORK to X
-//   JUMP    leads to another one                (also before each X: a FORK, perhaps only to it)
+//   JUMP    leads to another one                Before each X is a FORK, mostly to X alone.
 //
 // The last step of all waits, too: there the answer may end. A text's state is which steps wait. A
 // state has a mask, a bit for each id: 1 if the answer may go on with it. States and masks are made
@@ -3118,8 +3118,8 @@ typedef struct Engine {  // the program's state
 
 static bool chooses(const Engine *e) { return e->kind >= CHOICES; }  // among given answers (-o)
 
-// Returns how many Kepts there are: one of each text, of marks as many as are asked for again soon
-// (a list's beginning; where texts part), and with `steps` (-K and states) of steps, too.
+// Returns how many Kepts there are: one of each text; for marks 4, in one place fewer; and with
+// `steps` (-K and states) those at steps.
 static int count_kepts(int texts, bool list, bool steps) {
     return texts + (texts > 1 ? 4 : list ? 2 : 1) + (steps ? KEPT_STEPS : 0);
 }
@@ -3401,8 +3401,8 @@ static bool take_blocks(Engine *e, Text *t, int more, int spare) {
     return add_unused(e, blocks, count_blocks(e, n) - blocks->n, spare);
 }
 
-// Shares the blocks of n positions; has none yet. Of a cut one it makes a copy, or returns false:
-// none is unused.
+// Fills `blocks`, empty so far, with n positions of `from`: whole ones are shared, the cut one is
+// copied. Returns false if no block is unused for the copy.
 static bool share_blocks(Engine *e, Blocks *blocks, Blocks from, size_t n) {
     const int whole = (int)(n / e->pass->block_len);
     while (blocks->n < whole) add_block(e, blocks, from.p[blocks->n]);
@@ -3688,10 +3688,11 @@ static void draw(Engine *e, int i) {
     for (int row = slot->first; !interrupted; row++) {
         const size_t n = t->ids.n;
         const int guess = slot->right < slot->guesses ? t->ids.p[n] : -1;
-        const bool thought = slot->thinking;
+        const bool was_thinking = slot->thinking;
         t->ending = draw_next(&e->tokenizer, t, logits_of(e, row));
-        const bool closed = t->ids.n > n + 1 || slot->thinking != thought;  // no mask is made yet
-        if (t->ending != GOES_ON || closed || t->ids.p[n] != guess) break;
+        // Where thinking begins or ends, the mask of the next id is not made yet.
+        const bool turned = t->ids.n > n + 1 || slot->thinking != was_thinking;
+        if (t->ending != GOES_ON || turned || t->ids.p[n] != guess) break;
         slot->right++;
     }
     if (!has_delta(e) || slot->right == slot->guesses) t->n_run += slot->right;
@@ -4350,7 +4351,7 @@ static const char *encode_choices(Engine *e, Bytes prompt) {
     const Ids *ids = &e->prompt;
     Choices *all = &e->next;
     Choice *const end = all->p + all->n;
-    // ids before those of the text with a TEXT: the prefix; all, where the prompt is only blanks
+    // ids before what is encoded with a TEXT: the prefix or, where `prompt` is blank, all
     const size_t fixed = strip_end(tok, prompt).n ? tok->prefix.n : ids->n;
     const size_t closing = e->may_think ? e->budget_text.n  // ask adds these; a last id never runs
                            : e->mode == CHAT && e->after_think.n ? e->after_think.n - 1 : 0;
@@ -4580,12 +4581,12 @@ static void check_form(const char *text) {
     const bool grammar = strstr(text, "::=");
     if (!grammar && !strpbrk(text, "[(|.?*+{\\"))
         notice("-g: each answer is this text alone; ways are yes|no, others in RECIPES.md");
-    const char *last = strrchr(text, *text), *set = strchr(text, '['), *bar = set ? set + 1 : "";
+    const char *last = strrchr(text, *text), *set = strchr(text, '['), *at = set ? set + 1 : "";
     const size_t flags = *text == '/' ? strspn(last + 1, "gimsu") : 0;  // as in /yes|no/i
     if (n > 1 && strchr("/'", *text) && last > text && flags < 3 && !last[1 + flags])
         notice("-g: %c at both ends is a sign of the answer", *text);
-    while (isalpha((uint8_t)*bar)) bar++;
-    if (*bar == '|' && bar > set + 1 && (set == text || set[-1] != '\\'))
+    while (isalpha((uint8_t)*at)) at++;
+    if (*at == '|' && at > set + 1 && (set == text || set[-1] != '\\'))
         notice("-g: | in [...] is a sign of the answer; (yes|no) makes ways");
     if (!strchr(text, '"') && (strstr(text, "\\\\d") || strstr(text, "\\\\w")))
         notice("-g: \\\\ is a backslash in the answer; \\d is a digit, \\w a letter");
@@ -4875,7 +4876,7 @@ static bool respond(Engine *e) {
 // ------------------------------------------------------------------------------------------------
 // Turns: a question is added, the conversation rendered, and the answer added; or neither stays.
 
-// Returns how long an answer's thinking is, with f->strip and what f->trim cuts; 0 without any.
+// Returns the length of an answer's thinking: to the last f->strip, even a quoted one, and f->trim.
 static size_t thinking_length(const ChatFormat *f, Bytes text) {
     size_t n = find_last(text, f->strip);
     while (n > 0 && n < text.n && f->trim.n && memchr(f->trim.p, text.p[n], f->trim.n)) n++;
