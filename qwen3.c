@@ -20,11 +20,12 @@
    what it is found by; and a value v, what it gives to those that find it. The dot products of its
    query with the keys of all positions (places in the text) up to its own become shares that add up
    to 1 (softmax). The result is the sum of the values, each times its share. A layer does this in
-   n_heads heads side by side. Each has its own query (head_dim), and so its own shares; but a kv
-   head, one key and one value, may serve several heads. A token's x, q, k and v depend only on it
-   and on those before it. So they stay right when tokens are appended, and need not run again: the
-   KV cache keeps, for each layer and kv head, all keys K and values V so far (positions, head_dim).
-   A query is not kept, because only its own token uses it. One layer computes
+   n_heads heads side by side. Each has its own query (head_dim), and so its own shares. But n_heads
+   / n_kv_heads neighbours share a kv head, a key and a value (grouped-query attention): fewer are
+   kept. A token's x, q, k and v depend only on it and on those before it. So they stay right when
+   tokens are appended, and need not run again: the KV cache keeps, for each layer and kv head, all
+   keys K and values V so far (positions, head_dim). A query is not kept, because only its own token
+   uses it. One layer computes
 
      h = rmsnorm(x, rms_att)                  rmsnorm(x, w) = w * x / sqrt(mean(x^2) + eps)
      q = Wq h, k = Wk h, v = Wv h             q: n_heads vectors (head_dim); k, v: n_kv_heads each
@@ -40,7 +41,8 @@
    Wq h is a matrix (out, in) times a vector (in). q . K are the dot products of q with the rows of
    K; shares times V is the sum of the rows of V, each times its share. u * v multiplies element by
    element. The embedding table, all W, rms_ and _norm are weights; eps is mostly 1e-6. One step is
-   left out. Large matrices have 8 or 4 bits a weight; quantize rounds a vector to 8 first (Q8(h)):
+   left out. Large matrices have 8 or 4 bits a weight. Before such a matrix, quantize rounds each
+   number of a vector to 8 bits: h becomes Q8(h).
 
    x -+- norm, Q8, Wqkv, norm, rope, attention, Q8, Wo -(+)-+- norm, Q8, W1 W3, silu, Q8, W2 -(+) x
       '--------------------------------------------------'  '----------------------------------'
@@ -49,21 +51,18 @@
    kv heads of head_dim 128: a position's keys and values take 2 * 28 * 8 * 128 * 4 = 229,376 bytes.
 
      Norm.    A layer reads a copy of x of steady magnitude (rmsnorm), and adds to x itself. So x
-              can grow, and keeps what each layer added. (Were x itself normalized in each layer,
-              what the first ones added would fade.) The norms of q and k (QK-norm) bound q . k.
-     Scale.   q . k sums head_dim products, mostly of mixed signs. Then its magnitude is about
+              can grow, and keeps what each layer added. The norms of q and k bound q . k (QK-norm).
+     Scale.   q . k sums head_dim products, mostly of mixed signs. So its magnitude is about
               sqrt(head_dim) times that of one product. Dividing by this makes heads of any width
               alike. Else softmax could give nearly all to one position.
-     Sharing. n_heads / n_kv_heads neighbouring query heads use the same K and V: so the cache is
-              smaller (grouped-query attention).
      Gate.    W1 is the gate: silu(W1 h) scales each element of W3 h. Without it, one matrix, the
               product of W2 and W3, could do the same.
-     Order.   Without rope, a key would have the same share wherever it stands. Rope turns pairs of
-              elements of q and k by angles in proportion to pos: so distance counts (see rope).
+     Order.   Without rope, a key would have the same share wherever it stands: see rope.
 
-   Qwen3.5 has two kinds of layers. Every fourth one is as above, with a gate on its a. The others,
-   delta layers, compute a otherwise, without rope. They keep no keys and values, but a matrix for
-   each head (and a little more), however long the text is; each token changes it (The delta rule).
+   Qwen3.5 has two kinds of layers. Every fourth one is as above, but rope turns a part of each head
+   only, and a gate scales a (before Q8). The others, delta layers, compute a otherwise, without
+   rope. They keep no keys and values, but a matrix for each head (and a little more), however long
+   the text is; each token changes it (The delta rule).
 
    After the last layer come the logits,
 
@@ -78,11 +77,11 @@
    To learn how a model runs, read Part I: run_layer, forward and run_text first, which lead to most
    of the rest, then from the top. It defines, in plain C, how one text runs, one token at a time,
    from its bytes to the answer's. What it only declares has a comment that says what it does. Part
-   II, the program, runs many texts at once, in passes of many tokens. Part III, the machine,
-   computes a pass with threads and SIMD instructions. Together they give Part I's results bit for
-   bit, in less time. `make plain` (-DPLAIN) builds a program that runs run_text, for tests and
-   debuggers (break at run_layer). A port to another CPU begins with it, then adds "SIMD
-   primitives". .github/CONTRIBUTING.md says where each kind of change goes.
+   II, the program, runs many texts at once, in passes of many tokens: so weights are read once for
+   all of these. Part III, the machine, computes a pass with threads and SIMD instructions. Together
+   they give Part I's results bit for bit, in less time. `make plain` (-DPLAIN) builds a program
+   that runs run_text, for tests, debuggers (break at run_layer) and other CPUs.
+   .github/CONTRIBUTING.md says where each kind of change goes.
 
    Part I, the model              Part II, the program                      Part III, the machine
      Types, with their shapes       Errors and memory     Checks and notices    SIMD primitives
@@ -198,7 +197,7 @@ typedef struct {
     const float *conv;     // (PAST + 1, delta_dim) or NULL: attention   conv1d
     const float *forget;   // (delta_v_heads)             exp(A_log)
     const float *dt_bias;  // (delta_v_heads)             dt_bias
-    const float *o_norm;   // (DELTA_DIM)                 norm (Qwen3.5's others: HF's weight + 1)
+    const float *o_norm;   // (DELTA_DIM)                 norm (Qwen3.5's other norms: HF's + 1)
     const float *wa, *wb;  // (delta_v_heads, dim)        in_proj_a, in_proj_b
     // With experts, w1, w3 and w2 hold the rows of expert 0, then those of expert 1, and so on.
     Matrix w1, w3;         // (hidden_dim, dim)           mlp.gate_proj, up_proj
@@ -207,7 +206,8 @@ typedef struct {
     int number;            // among layers of its kind: its place in the KV cache, or in State.delta
 } Layer;
 
-typedef struct {             // a new weight, here or in Layer, goes to take_weights and export.py
+typedef struct {             // a new weight, here or in Layer, goes to take_weights, export.py,
+                             // its place below and in Part III; a flag of it to take_header
     Matrix embedding;        // (vocab_size, dim)             model.embed_tokens
     Layer *layers;           // (n_layers)                    model.layers.N
     const float *rms_final;  // (dim)                         model.norm
@@ -219,11 +219,10 @@ typedef struct {   // a vector (cols) as int8 values, and a scale for each group
     float *scale;  // (cols / group_size)
 } Q8;
 
-// What changes while the model runs: KV cache, state of delta layers, vectors of one token. Part
-// I's functions use them. (Part III has a Pass: a cache of blocks, and vectors of many tokens.)
+// What changes while the model runs: KV cache, state of delta layers, vectors of one token.
 typedef struct {
     float *x;          // (dim)           the residual stream, of the token that runs
-    float *cos, *sin;  // (rotary_dim / 2)  of the angles of rope at the token's position
+    float *cos, *sin;  // (rotary_dim / 2)  see rope_angles; at the token's position
     float *h;          // (dim)           rmsnorm(x)
     Q8 h8;             // (dim)           Q8(h)
     float *q;          // (q_dim)         its queries; in a delta layer (delta_dim): its q, k and v
@@ -242,8 +241,7 @@ typedef struct {
     float *delta;      // (n_layers - n_kv_layers, layer_state)  the state of the delta layers
 } State;
 
-// load_model makes it (Part II), but for State (state_init, Part III, for -DPLAIN and tests).
-// `context` is the most positions of a text (option -c).
+// context: the most positions of a text, or of a piece of it that is scored (option -c)
 typedef struct { Config config; Weights weights; State state; int context; } Model;
 
 // ------------------------------------------------------------------------------------------------
@@ -316,12 +314,11 @@ static void silu_times(float *gate, const float *up, int n) {
 // III's arithmetic. So all matrices but a few small ones are quantized: they take fewer bytes.
 //
 // With 8 bits, the weights of a group (32 to 256 consecutive ones of a row) are stored as int8
-// values and a float scale: a weight is its int8 times the scale. (The largest weight sets the
-// scale: a very large one makes its group coarse.) The layers' matrices may have 4 bits: then a
-// weight is levels[its 4 bits], one of the file's 16 int8 values, times a scale of 16 bits. Before
-// a vector is multiplied with such a matrix, it is quantized, too, always to 8 bits, in groups of
-// this size. So the dot product of a group of weights and one of the vector is a sum of integers,
-// at most 256 * 128 * 127 < 2^22, exact even as a float, times the two scales.
+// values and a float scale: a weight is its int8 times the scale. The layers' matrices may have 4
+// bits: then a weight is levels[its 4 bits], one of the file's 16 int8 values, times a scale of 16
+// bits. Before a vector is multiplied with such a matrix, it is quantized, too, always to 8 bits,
+// in groups of this size. So the dot product of a group of weights and one of the vector is a sum
+// of integers, at most 256 * 128 * 127 < 2^22, exact even as a float, times the two scales.
 
 // Returns weight i of row r without its scale. With 8 bits it is byte i of the row.
 // With 4, a group has group_size / 2 bytes: byte j has weight j (low nibble) and weight j
@@ -396,9 +393,8 @@ static void add(float *x, const float *y, int n) {
 // theta^(-2j / rotary_dim), and k in the same way. If both are turned back by k's angle,
 // q . k does not change. Then k is as it was, and q is turned by the angle of their distance.
 // So of their positions only the distance counts. Pair 0 turns by 1 radian a position, nearly
-// once round in 6: it tells neighbours apart. Slower ones tell near from far: with a theta of 1e6
-// and rotary_dim 128, pair 36 of 64 goes round in 14,900 positions. The last pair is
-// 806,000 times as slow as pair 0: it turns by 3 degrees in 40,960 positions.
+// once round in 6: it tells neighbours apart. Slower ones tell near from far: the last of 64, with
+// a theta of 1e6, is 806,000 times as slow, and turns by 3 degrees in 40,960 positions.
 
 // Returns the frequency of pair j in radians per position. If rope is scaled for texts longer than
 // in training, the file has other frequencies. By YaRN (arXiv 2309.00071) the slowest pairs turn
@@ -461,8 +457,8 @@ static void norm_and_rope(const Config *c, float *x, const float *w, const float
     rope(x, cos, sin, c->rotary_dim / 2);
 }
 
-// With option -C 8, Part III's KV cache has 16 numbers of k or v as 16 int8 values and one float
-// scale: 20 bytes, not 64. Here x (n), k or v, stays float, with the same values: int8 * scale.
+// For option -C 8, rounds x (n), a k or v, to what Part III's KV cache keeps: an int8 for each
+// number and a float scale for each 16. They take 20 bytes, not 64.
 static void round_to_int8(float *x, int n) {
     int8_t int8[16];
     float scale;
@@ -472,17 +468,16 @@ static void round_to_int8(float *x, int n) {
     }
 }
 
-// Rounds k and v (kv_dim) for -C 8. If one vector is subtracted from the k of all positions, all
-// scores of a q lose the same number, and its shares stay. Some elements of Qwen2.5's bk are 100
-// times the others, and rope hardly turns these: so without bk, k is smaller and rounds finer.
+// Rounds k and v (kv_dim) for -C 8. Some elements of Qwen2.5's bk are huge, and k less bk rounds
+// finer. (If all k lose one vector, all scores of a q lose one number: its shares stay.)
 static void round_kv(const Config *c, const Layer *layer, float *k, float *v) {
     for (int i = 0; layer->bk && i < c->kv_dim; i++) k[i] -= layer->bk[i];
     round_to_int8(k, c->kv_dim);
     round_to_int8(v, c->kv_dim);
 }
 
-// q = rope(rmsnorm(Wq h8)), k = rope(rmsnorm(Wk h8)), v = Wv h8; k, v are made in the cache. Qwen2
-// and Qwen2.5 have no QK-norm, but biases: q = rope(Wq h8 + bq), k alike, v = Wv h8 + bv.
+// q = rope(rmsnorm(Wq h8)), k = rope(rmsnorm(Wk h8)), v = Wv h8; k and v are made in the cache.
+// Qwen2 and Qwen2.5 have biases, not norms: q = rope(Wq h8 + bq), k alike, v = Wv h8 + bv.
 static void qkv(Model *m, int l, int pos) {
     const Config *c = &m->config;
     const Layer *layer = &m->weights.layers[l];
@@ -510,11 +505,10 @@ static float attention_score(const float *q, const float *k, int head_dim) {
     return dot * (1 / sqrtf((float)head_dim));
 }
 
-// Attention of one query head: a = softmax(q . K / sqrt(head_dim)) V. K and V (pos + 1,
-// head_dim) are the keys and values of all positions up to the token's own: a token sees
-// itself and those before it, and none after it (causal). exp(score) itself could be
-// infinite. So `total` sums exp(score - largest), where `largest` is the largest score, and
-// the array `a` sums the values, each times this. Last, `a` is multiplied by 1 / total.
+// Attention of one query head: a = softmax(q . K / sqrt(head_dim)) V, with K and V (pos + 1,
+// head_dim): a token sees itself and those before it (causal). exp(score) itself could be
+// infinite. So `total` sums exp(score - largest), where `largest` is the largest score, and the
+// array `a` sums the values, each times this. Last, `a` is multiplied by 1 / total.
 //
 // The positions come in spans, so that the array `score` is short. (Other spans give other bits.) A
 // text of up to 256 tokens is one span, and `keep` only multiplies zeros. In longer ones, each span
@@ -570,7 +564,7 @@ static void run_attention(Model *m, int l, int pos) {
 // and value. Row i of S belongs to element i of keys: what S has for a key k is S^T k, the sum of
 // k[i] times row i. For each token, S is first multiplied by g: it forgets. Then d is a share b of
 // the difference (delta) between the token's value and what S now has for its key; and k[i] d is
-// added to row i. So S has d more for k (if |k| is 1), and (k . c) d more for a key c. Last, a is
+// added to row i. So S^T k grows by d (if |k| is 1), and S^T c by (k . c) d for a key c. Last, a is
 // what S has for q. In place of lines q to a, such a layer computes
 //
 //   u = [Wq h; Wk h; Wv h]                   delta_k_heads q and k, delta_v_heads v (DELTA_DIM)
@@ -588,12 +582,12 @@ static void run_attention(Model *m, int l, int pos) {
 enum { DELTA_DIM = 128, PAST = 3 };  // of a head; tokens that the convolution sees before its own
 
 // Floats of the state in one layer: S of each value head, then u3, u2, u1 (DELTA_DIM) of each head.
-// All delta layers of Qwen3.5-0.8B have 5,050,368 (20 MB), of any text.
+// Qwen3.5-0.8B's layers together have 5,050,368 (20 MB), however long the text is.
 static size_t layer_state(const Config *c) {
     return (size_t)DELTA_DIM * c->delta_v_dim + PAST * c->delta_dim;
 }
 
-// A head's u becomes silu of its convolution; past (u3 u2 u1) becomes u2 u1 u. conv has rows of n.
+// A head's u becomes silu of its convolution; past (u3 u2 u1) becomes u2 u1 u. conv: 4 rows of n
 static void convolve(float *restrict u, float *restrict past, const float *restrict conv, int n) {
     float *u3 = past, *u2 = u3 + DELTA_DIM, *u1 = u2 + DELTA_DIM;
     const float *conv1 = conv + n, *conv2 = conv1 + n, *conv3 = conv2 + n;
@@ -606,7 +600,7 @@ static void convolve(float *restrict u, float *restrict past, const float *restr
     }
 }
 
-// x (DELTA_DIM) = x * scale / sqrt(x . x + 1e-6): |x| becomes scale; of |x| = 0.001, 0.7 of it.
+// x (DELTA_DIM) = x * scale / sqrt(x . x + 1e-6): |x| becomes scale (0.7 of it if |x| was 0.001).
 static void make_unit(float *x, float scale) {
     const float inverse = scale / sqrtf(dot_of(x, x, DELTA_DIM) + 1e-6f);
     for (int i = 0; i < DELTA_DIM; i++) x[i] *= inverse;
@@ -620,8 +614,7 @@ static void rates_of(const Layer *layer, const float *h, int dim, int head, floa
     *b = sigmoid(dot_of(wb, h, dim));
 }
 
-// The delta rule of a head, or of n columns of its S: S (DELTA_DIM, n) changes, and a = S^T q (n),
-// both sums in order of i.
+// The delta rule for n columns of a head's S (DELTA_DIM, n): S changes, and a (n) = S^T q.
 INLINE void learn(float *restrict S, const float *q, const float *k, const float *v, float g,
                   float b, float *restrict a, const int n) {
     float d[DELTA_DIM] = {0};
@@ -657,7 +650,7 @@ static void run_delta(Model *m, int l, int pos) {
     matmul(v, &layer->wv, 0, c->delta_v_dim, s->h8);
     matmul(s->a_gate, &layer->wg, 0, c->delta_v_dim, s->h8);
     for (int i = 0; i < c->delta_dim; i += DELTA_DIM) {
-        convolve(q + i, past + PAST * i, layer->conv + i, c->delta_dim);  // past: 3 rows a head
+        convolve(q + i, past + PAST * i, layer->conv + i, c->delta_dim);  // past: its u3, u2, u1
         if (i < c->delta_k_dim) make_unit(q + i, 1 / sqrtf(DELTA_DIM));
         else if (i < 2 * c->delta_k_dim) make_unit(q + i, 1);
     }
@@ -673,9 +666,8 @@ static void run_delta(Model *m, int l, int pos) {
 // ------------------------------------------------------------------------------------------------
 // The feed-forward network, and a mixture of experts (HF Qwen3MoeSparseMoeBlock)
 //
-// A mixture of experts has a router Wr and many experts, each with its own W1, W2 and W3. For each
-// token the router chooses the few experts that run: so a model has many weights, and a token needs
-// few of them. In place of x = x + W2 (silu(W1 h) * (W3 h)), a layer computes
+// A mixture of experts has a router Wr, and each expert its own W1, W2 and W3: so a model has many
+// weights, and a token needs few of them. In place of x = x + W2 (silu(W1 h) * (W3 h)), it computes
 //
 //   share = softmax(Wr h)                    for each expert; Wr and this h are floats
 //   chosen = the n_experts_used experts with the largest shares
@@ -697,11 +689,9 @@ static void feed_forward(Model *m, const Layer *layer, int expert, float *out) {
 
 static int all_experts(const Config *c) { return c->n_experts + c->shared_expert; }
 
-// Chooses the n_experts_used experts with the largest exp(term - max), of equal ones the
-// lower number. term is Wr h, and is overwritten; term and share are (all_experts). A chosen
-// expert's share is its exp(term - max) over the sum of the chosen ones' (the softmax's own
-// sum cancels), or with no_topk_norm over the sum of all. A shared one's is sigmoid(Wr h),
-// the others' are 0. If the sum is NaN, all shares are 0, and it returns false.
+// Computes share (all_experts): of the chosen experts (of equal ones the lower number) and of a
+// shared one; of others 0. term (all_experts) is Wr h, and is overwritten. Without no_topk_norm,
+// softmax's own sum cancels. If it is NaN, all shares are 0, and the result is false.
 static bool choose_experts(const Config *c, float *term, float *share) {
     const float all = softmax_terms(term, c->n_experts, max_of(term, c->n_experts));
     float chosen = 0;
@@ -719,8 +709,7 @@ static bool choose_experts(const Config *c, float *term, float *share) {
     return true;
 }
 
-// out = the sum of the outputs of the chosen experts and a shared one, each times its share, from
-// the lowest number on. The weights of the other experts are not read.
+// out = the sum of share[e] times expert e's output, e ascending. What has no share is not read.
 static void run_experts(Model *m, const Layer *layer) {
     const int dim = m->config.dim, n_experts = all_experts(&m->config);
     State *s = &m->state;
@@ -738,9 +727,11 @@ static void run_experts(Model *m, const Layer *layer) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// The whole model, for one token. Part III computes the same bits for many tokens at once.
+// The whole model, for one token
 
 // Runs layer l: x of the token at pos becomes x + attention (or delta rule), then x + feed-forward.
+// (A new kind of layer also goes to KIND, where weights are read; to layer_all, Part III; and what
+// it keeps of a text to State and state_size, Part II.)
 static void run_layer(Model *m, int l, int pos) {
     const Config *c = &m->config;
     const Layer *layer = &m->weights.layers[l];
@@ -780,18 +771,16 @@ static float *compute_logits(Model *m) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Text to tokens. Added tokens were put into the vocabulary by hand. Marks are those that the chat
-// template writes, and all <|...|> (<|im_start|> begins a message); others count as words, unless
-// they are special to HF. Raw text is cut at each of them, a user's message only at words: there
-// <|im_start|> is plain (encode_message has a table). What is between two gets Unicode's NFC: e and
-// a combining accent (U+0301) become one letter (U+00E9). So both spellings get equal ids. (Qwen3's
-// next step would even cut between them.) Then a regular expression makes pieces, mostly words with
-// the space before them: "Hello, world" is "Hello" "," " world", Qwen3's 9707 11 1879. Byte-pair
-// encoding takes each piece alone: at first each byte is a token. A merge makes one token of two
-// neighbours, if their bytes together are a token that merges make. The merge of the highest
-// priority is next: l o w e r -> l o w er -> l ow er -> l ower -> lower. Vocabulary and priorities
-// were made before training, from the most frequent pairs of its texts. A model only knows texts
-// cut so.
+// Text to tokens. Added tokens were put into the vocabulary by hand. Those that the chat template
+// writes, all <|...|> and all that HF calls special are marks: <|im_start|> begins a message. The
+// others are words. Raw text is cut at both kinds, a user's message only at words. What is between
+// two gets Unicode's NFC: e and a combining accent (U+0301) become one letter (U+00E9), so both
+// spellings get equal ids. Then a regular expression makes pieces, mostly words with the space
+// before them: "Hello, world" is "Hello" "," " world", Qwen3's 9707 11 1879. Byte-pair encoding
+// takes each piece alone: at first each byte is a token. A merge makes one token of two neighbours,
+// if their bytes together are a token that merges make. The merge of the highest priority is next:
+// l o w e r -> l o w er -> l ow er -> l ower -> lower. Vocabulary and priorities were made before
+// training, from the most frequent pairs of its texts. A model only knows texts cut so.
 
 typedef struct { const uint8_t *p; size_t n; } Bytes;  // owned elsewhere; no NUL ends a text
 typedef struct { uint8_t *p; size_t n, cap; } Buffer;  // bytes that grow: p has room for `cap`
@@ -810,19 +799,12 @@ static Bytes bytes_from(Bytes b, size_t start) {  // b.p may be NULL if `start` 
 enum { OTHER, LETTER, NUMBER, SPACE, END };  // classes of characters; END: after the text
 enum { SYSTEM, USER, ASSISTANT };  // who wrote a message
 
-typedef struct {           // the text around a chat's messages: skip it until The chat format
+typedef struct {           // the texts around a chat's messages: skip it until The chat format
     Bytes start;           // before all else
     Bytes no_system[2];    // then, without a system message: [0] not to think, [1] to think
     Bytes open[3];         // before a message, by role
     Bytes close[3];        // after it
     Bytes answer_open[2];  // in place of open before a new answer: [0] not to think, [1] to think
-    Bytes begun;           // before an answer's given beginning (one with a <think> block gets
-                           // open[ASSISTANT]); p NULL: answer_open[0]
-    Bytes strip;           // </think>: all up to the last one is cut from an earlier answer,
-    Bytes trim;            // and then any of these characters from the start of what is left
-    Bytes system_to_think; // in place of open[SYSTEM] where thinking is on, if not NULL (Qwen3.8)
-    bool keeps;            // what is cut is put into the <think> block of open[ASSISTANT] (Qwen3.8)
-    bool strips;           // first of all, each message loses the blanks at its ends (Qwen3.5)
 } ChatFormat;
 
 typedef struct Tokenizer {
@@ -833,7 +815,7 @@ typedef struct Tokenizer {
     int end_of_text;         // <|endoftext|>
     int think;               // <think>: begins a model's thinking; -1: there is none
     int end_think;           // </think>: ends it; -1
-    Ids prefix;              // put before every text in all modes but chat
+    Ids prefix;              // put before every raw text
     Ids suffix;              // and after it (but not before -o @NAME's answers)
     Ids stop;                // each ends an answer
     ChatFormat chat;
@@ -884,7 +866,7 @@ static size_t space_length(const Tokenizer *tok, Bytes text) {
 // Returns the length of the first piece of a nonempty text, by Qwen's regular expression. Of its
 // seven alternatives the first that matches wins. (\p{L} is a letter, \p{N} a numeric character, \s
 // white space; (?!\S): the next character is white space or none.) "it's 2024" becomes "it"
-// "'s" " " "2" "0" "2" "4". Qwen3.5's has [\p{L}\p{M}] for \p{L}: its file has \p{M} as LETTER.
+// "'s" " " "2" "0" "2" "4". Qwen3.5's has [\p{L}\p{M}]+ for \p{L}+: its file has \p{M} as LETTER.
 //
 //   1   (?i:'s|'t|'re|'ve|'m|'ll|'d)
 //   2   [^\r\n\p{L}\p{N}]?\p{L}+           letters, after at most one other character
@@ -908,7 +890,7 @@ static size_t piece_length(const Tokenizer *tok, Bytes text) {
 typedef struct {     // text arrives in parts, some of which may hold added tokens
     const Tokenizer *tok;
     Ids *out;
-    Buffer pending;  // not encoded yet: its last piece may go on in the next part
+    Buffer pending;  // not encoded yet: its last piece or letter (NFC) may go on in the next part
 } Encoder;
 
 // Appends the text in form NFC, or as it is if the file has no data for it. (Part II)
@@ -943,8 +925,7 @@ static void encode_piece(const Tokenizer *tok, Bytes s, Ids *out) {
 // Calls encode_piece with -DPLAIN, else does the same in n log n steps in place of n^2. (Part II)
 static void merge_piece(const Tokenizer *tok, Bytes piece, Ids *out);
 
-// Encodes the plain text that has arrived. A byte makes at most one token: so all counts fit into
-// an int. After Ctrl-C ids are missing, but then forward stops as well.
+// Encodes the plain text that has arrived. After Ctrl-C ids are missing, but then forward stops.
 static void encode_flush(Encoder *enc) {
     Buffer normal = {0};
     normalize(enc->tok, &normal, bytes_of(&enc->pending));
@@ -958,8 +939,7 @@ static void encode_flush(Encoder *enc) {
     enc->pending.n = 0;
 }
 
-// Adds plain text for encode_flush. A mark in it, such as <|im_end|>, stays plain: no merges make
-// it, and encode_message finds none in a user's message. So in a chat no user can type a mark.
+// Adds plain text for encode_flush. Merges make no mark of it: so in a chat no user can type one.
 static void encode_plain(Encoder *enc, Bytes text) { buffer_add(&enc->pending, text); }
 
 // Adds a text. Each added token that it spells ends the plain text before it
@@ -973,7 +953,7 @@ static void encode_marked(Encoder *enc, Bytes text);
 //   a name                yes       yes        yes    a word
 static void encode_message(Encoder *enc, Bytes text, int role);
 
-// Appends the ids of a raw text (in all modes but chat), as HF's tokenizer(text) encodes it.
+// Appends a raw text's ids, as HF's tokenizer(text). (With a chat model a prompt is a message.)
 static void encode_raw(const Tokenizer *tok, Bytes text, Ids *out) {
     Encoder enc = {.tok = tok, .out = out};
     for (size_t i = 0; i < tok->prefix.n; i++) ids_add(out, tok->prefix.p[i]);
@@ -985,9 +965,8 @@ static void encode_raw(const Tokenizer *tok, Bytes text, Ids *out) {
 
 // ------------------------------------------------------------------------------------------------
 // The sampler: repetition penalty, presence penalty (which HF lacks), temperature, top-k, top-p, in
-// HF's order. (The likeliest token each time would make a dull text that repeats itself.) Top-k and
-// top-p cut off the many unlikely tokens: else one would be drawn now and then. Of equally likely
-// tokens, the lower id counts as likelier. Nothing is sorted: each step loops over the tokens.
+// HF's order. (The likeliest token each time would make a dull text.) Top-k and top-p cut off the
+// many unlikely tokens: else one would come now and then. Of equal p the lower id is likelier.
 
 typedef struct {
     float temperature;  // divides the logits: < 1 favours likely tokens; 0: always the likeliest
@@ -1040,9 +1019,9 @@ static void keep_likelier(float *p, int n, int id) {
 }
 
 // Sets all p but the k largest to 0. A search finds the k-th largest between `least` (at least k
-// values are >= it) and `above` (fewer than k are): each step tries a number between them. p may be
-// as small as 8e-39, so halving alone would be slow: until least is not 0, it tries above / 256. It
-// ends when k are left, or no float is between: then of equal ones those with the lower ids stay.
+// values are >= it) and `above` (fewer than k are): each step tries a number between them, above /
+// 256 while least is 0, because a p may be as small as 8e-39. It ends when k are left, or no float
+// is between: then of equal ones those with the lower ids stay.
 static void keep_top_k(float *p, int n, int k) {
     float least = 0, above = 2;
     int kept = n;  // how many values are >= least
@@ -1085,7 +1064,7 @@ static void penalize(const Sampler *sampler, float *logits, int n) {
 
 // Draws the next token by its logits (n), may overwrite these, returns -1 if they are not finite.
 // A token is in the nucleus if all likelier ones sum to less than top_p (> 0) of what top_k keeps:
-// of p = 0.5, 0.3 and 0.2 with top_p = 0.6, the first two are. Drawing from it needs no sorting.
+// of p = 0.5, 0.3 and 0.2 with top_p = 0.6, the first two are. Sorting would find it, but is slow.
 // Say that the first draw, from all, gives the third. The likelier ones sum to 0.8, so neither it
 // nor a less likely token is in the nucleus: their p become 0. Draw again, until the drawn token is
 // in it. Until then no token of the nucleus loses its p: so each is drawn in proportion to its p.
@@ -1101,7 +1080,7 @@ static int sample(Sampler *sampler, float *logits, int n) {
         int id = token_at(p, n, random_next(&sampler->rng) * sum);
         if (id == n) continue;  // a rounding error at the end of the sum
         keep_likelier(p, n, id);
-        sum = sum_double(p, n);
+        sum = sum_double(p, n);  // of the likelier ones
         if (sum < nucleus_sum) return id;
     }
 }
@@ -1115,13 +1094,15 @@ static double log_sum_exp(float *logits, int n) {
 
 // ------------------------------------------------------------------------------------------------
 // The main loop. A text is its ids; the first n_run have run, in order. An id's logits predict the
-// next id. Ids before number `target` (from 0) run as they are. Id number `target` is predicted:
-// drawn, or if it is there, scored. (Option -o: Part II adds given answers, and each is scored.)
+// next id. Ids 0 to target - 1 run as they are. Id number `target` is predicted: drawn, or if it is
+// there, scored. (Option -o: Part II adds given answers, and each is scored.)
 //
 //   use             target begins at  each target ...                  the text ends
 //   an answer       the prompt's end  is drawn, appended and written   by one of the Endings below
 //   a perplexity    1                 is there: its -log(p) is added   COMPLETE: the last isn't run
 //   an embedding    the text's end    is no id: x becomes the result   COMPLETE
+//
+// (A text longer than the context is scored in pieces. Each begins with the last id of another.)
 //
 // For example, a prompt of the ids A B C gets two drawn ids, D and E, and then a stop id is drawn:
 //
@@ -1142,13 +1123,13 @@ typedef enum {
     FAILED                         // an error: results are not finite, or -g's form is too large
 } Ending;
 
-typedef struct Text {  // add_text makes it (Part II) of a prompt, or of a perplexity's next piece
+typedef struct Text {  // add_text makes it of a prompt, next_piece goes on with it (Part II)
     Ids ids;           // its tokens, those of the prompt first; a perplexity has at least two
     size_t n_run;      // how many have run: the KV cache, and the state of delta layers, have them
     size_t target;     // the number of the id that is predicted next: drawn or scored
     size_t n_prompt;   // ids before the answer, or before given answers (-o); in a perplexity all
     size_t max_ids;    // the most ids of prompt and answer (option -n)
-    size_t context;    // the most positions in the cache (-c); while -o thinks, less its answers
+    size_t context;    // the most positions (-c); while -o thinks, room for its answers stays free
     bool embeds;       // no id is predicted: x becomes an embedding
     bool asks;         // no id is drawn: given answers are scored (option -o)
     double nll;        // the sum of -log(p) of its n scored ids: its perplexity is exp(nll / n)
@@ -1188,9 +1169,9 @@ static Ending append_id(const Tokenizer *tok, Text *text, int id) {
 // without -g, or while the text thinks, NULL. (Part II)
 static const uint32_t *allowed_ids(const Text *text);
 
-// Calls append_id for a drawn id; without -g, -o and thinking that is all. (-o drops the first id
-// after the thinking.) After N ids of thinking (option -r N), or when it first repeats itself, a
-// sentence that ends it is appended, and </think>. (Part II)
+// Calls append_id for a drawn id; without -g, -o and thinking that is all. Thinking that has N ids
+// (option -r N), or first goes round in circles, gets a sentence that ends it and </think>. With -o
+// a drawn id that is no thinking is dropped. (Part II)
 static Ending accept_id(const Tokenizer *tok, Text *text, int id);
 
 // Scores the first id of each given answer by the logits of the id before. (Part II)
@@ -1207,7 +1188,7 @@ static Ending draw_next(const Tokenizer *tok, Text *text, float *logits) {
     return id < 0 ? FAILED : accept_id(tok, text, id);
 }
 
-// Returns logits[id]; of id -1 (Part II: given answers), any stop id, log(sum(exp(their logits))).
+// Returns logits[id]; for id -1, which stands for any stop id (-o), log(sum(exp(their logits))).
 static double logit_of(const Tokenizer *tok, const float *logits, int id);
 
 // Returns -log(probability) of an id by the logits of the id before it, and overwrites these.
@@ -1227,8 +1208,8 @@ static Ending add_nll(Text *text, double nll) {
 static void add_to_vector(Text *text, double number);  // appends it to the result (Part II)
 
 // A text's embedding is y / |y|, where y = rmsnorm(x, rms_final) of its last id. So the dot product
-// of two is the cosine of their angle: the nearer to 1, the more alike are the texts to a model
-// that was trained for this. Returns COMPLETE, or FAILED if it is not finite.
+// of two is the cosine of their angle: near 1 if the texts are alike to a model that was trained
+// for this. Returns COMPLETE, or FAILED if it is not finite.
 static Ending embed_text(const Model *m, Text *text, float *x) {
     const int dim = m->config.dim;
     double squares = 0;
@@ -1246,7 +1227,7 @@ static Ending use_output(Model *m, const Tokenizer *tok, Text *text) {
     return add_nll(text, nll_of(tok, compute_logits(m), text->ids.p[text->target]));
 }
 
-// Runs a text to its end, one token at a time. (Part II runs many, and guesses ids: see Drafts.)
+// Runs a text to its end, one token at a time.
 static void run_text(Model *m, const Tokenizer *tok, Text *text) {
     while (text->ending == GOES_ON) {
         if (!forward(m, text->ids.p[text->n_run], (int)text->n_run)) {
@@ -1263,16 +1244,13 @@ static void run_text(Model *m, const Tokenizer *tok, Text *text) {
 // chat template. So each turn's prompt is the whole conversation in that form, up to the answer:
 //   <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello!<|im_end|>\n
 //   <|im_start|>user\nHow are you?<|im_end|>\n<|im_start|>assistant\n
-// (all on one line; \n is a newline). The model goes on from there. If it thinks first, it writes
-// <think> (or the prompt ends with it), what it considers, and </think>. Then it writes the
-// answer and <|im_end|>.
+// (one string; \n is a newline). The model goes on from there: if it thinks, with <think> (or the
+// prompt ends with it), what it considers and </think>, then with the answer and <|im_end|>.
 //
 // export.py has turned the template into a ChatFormat. Each turn encodes the conversation anew,
 // from its text: so it has the ids that this text had in training, although the model may have
-// drawn others. In Part II the first ids do not run again, as far as their state is kept. If a
-// <think> block, even an empty one, came before the last answer, most formats (not Qwen3.8's)
-// leave it out in the next turn, as in training: there it only fills the context. So the tokens
-// after it run again: they have other positions and see other tokens.
+// drawn others. If a <think> block, even an empty one, came before an earlier answer, most formats
+// (not Qwen3.8's) leave it out, as training did: it would only fill the context.
 
 typedef struct {
     int role;     // SYSTEM (instructions for all of it), USER or ASSISTANT (the model)
@@ -1281,15 +1259,15 @@ typedef struct {
 
 typedef struct { Message *p; size_t n, cap; } Conversation;
 
-// Returns the part of message i that the prompt gets: of an earlier answer what follows its
-// thinking; in some formats without the blanks at its ends (Python's str.strip()). (Part II)
+// Returns what the prompt gets of message i: of an earlier answer what follows its thinking; in
+// some formats without the blanks at its ends (Python's str.strip()). (Part II)
 static Bytes content_of(const Tokenizer *tok, const Conversation *conversation, size_t i);
 
 // Adds what stands before the content of message i. (Part II)
 static void encode_open(Encoder *enc, const Conversation *conversation, size_t i, bool think);
 
 // Adds the beginning of the answer that the model is to go on with. (Part II)
-static void encode_begun(Encoder *enc, const ChatFormat *f, Bytes text);
+static void encode_begun(Encoder *enc, Bytes text);
 
 // Makes the ids of a conversation, up to where the model begins its answer or, if the last message
 // is the assistant's, goes on with it. Messages before number `first` are left out, except a system
@@ -1303,14 +1281,14 @@ static void render(const Tokenizer *tok, const Conversation *conversation, size_
     out->n = 0;
     encode_marked(&enc, f->start);
     if (n == 0 || conversation->p[0].role != SYSTEM) encode_marked(&enc, f->no_system[think]);
-    for (size_t i = 0; i < n - (begun ? 1 : 0); i++) {
+    for (size_t i = 0; i < n - begun; i++) {
         const int role = conversation->p[i].role;
         if (i < first && role != SYSTEM) continue;
         encode_open(&enc, conversation, i, think);
         encode_message(&enc, content_of(tok, conversation, i), role);
         encode_marked(&enc, f->close[role]);
     }
-    if (begun) encode_begun(&enc, f, content_of(tok, conversation, n - 1));
+    if (begun) encode_begun(&enc, content_of(tok, conversation, n - 1));
     else encode_marked(&enc, f->answer_open[think]);
     encode_flush(&enc);
     free(enc.pending.p);
@@ -1821,7 +1799,7 @@ static Bytes model_map(Model *m, const char *path, bool runs) {
 
 // What a file may ask for, so that none takes all time or memory
 enum { LONGEST = 1024, LONGEST_ADDED = 128,  // bytes of a token, of an added token
-       MOST_STRIP = 64, MOST_IDS = 1000,  // bytes of ChatFormat.strip; ids in a section
+       MOST_STRIP = 64, MOST_IDS = 1000,  // bytes of Tables.strip; ids in a section
        MOST_PARTS = 4 };                     // characters that one decomposes into
 
 // Tables of characters: BAD_BYTE + byte stands for a byte that is not UTF-8.
@@ -1856,7 +1834,15 @@ typedef struct Tables {
                            // Not of Hangul syllables, which would only compose again
     Keys pairs;            // nfcc: two characters, and the one that NFC makes of them
     Mode mode;             // what the model is made for
-    bool systems;          // a chat's later system messages have the form of the first
+    // Of a chat, beside ChatFormat:
+    Bytes begun;           // before an answer that the user begins (if with a <think> block,
+                           // open[ASSISTANT] is); p NULL: answer_open[0]
+    Bytes strip;           // </think>: all up to the last one is cut from an earlier answer,
+    Bytes trim;            // and then any of these characters from the start of what is left
+    Bytes system_to_think; // in place of open[SYSTEM] where thinking is on, if not NULL (Qwen3.8)
+    bool keeps;            // what is cut is put into the <think> block of open[ASSISTANT] (Qwen3.8)
+    bool strips;           // first of all, each message loses the blanks at its ends (Qwen3.5)
+    bool systems;          // later system messages have the form of the first
     Bytes join;            // what stands between the text parts of a message's content
     bool no_systems;       // the chat template has no form for a system message
     Bytes from;            // what it was exported from, and how
@@ -1916,13 +1902,13 @@ static void take_rows(Cursor *in, Keys *rows) {
 }
 
 // Takes the texts that export.py finds by rendering the chat template.
-static void take_chat(Cursor *in, ChatFormat *f) {
+static void take_chat(Cursor *in, ChatFormat *f, Tables *tables) {
     Bytes *texts[] = {&f->start, &f->no_system[0], &f->open[SYSTEM], &f->close[SYSTEM],
                       &f->open[USER], &f->close[USER], &f->open[ASSISTANT], &f->close[ASSISTANT],
-                      &f->answer_open[0], &f->answer_open[1], &f->strip, &f->trim};
+                      &f->answer_open[0], &f->answer_open[1], &tables->strip, &tables->trim};
     for (size_t i = 0; i < sizeof(texts) / sizeof(*texts); i++) *texts[i] = take_text(in);
-    if (f->strip.n > MOST_STRIP)
-        die_bad(in, in->part, "strip of at most %d bytes, found %zu", MOST_STRIP, f->strip.n);
+    if (tables->strip.n > MOST_STRIP)
+        die_bad(in, in->part, "strip of at most %d bytes, found %zu", MOST_STRIP, tables->strip.n);
 }
 
 // samp, and plai for a chat whose thinking is switched off: f32, f32, u32, perhaps f32
@@ -1948,12 +1934,12 @@ static bool take_section(Cursor *in, Tokenizer *tok) {
     else if (!strcmp(tag, "head")) take_ids(in, tok, &tok->prefix);
     else if (!strcmp(tag, "tail")) take_ids(in, tok, &tok->suffix);
     else if (!strcmp(tag, "stop")) take_ids(in, tok, &tok->stop);
-    else if (!strcmp(tag, "chat")) take_chat(in, &tok->chat);
+    else if (!strcmp(tag, "chat")) take_chat(in, &tok->chat, tables);
     else if (!strcmp(tag, "thin"))
-        tok->chat.no_system[1] = take_text(in), tok->chat.system_to_think = take_text(in);
-    else if (!strcmp(tag, "keep")) tok->chat.keeps = true;
-    else if (!strcmp(tag, "begn")) tok->chat.begun = take_bytes(in, in->rest.n);
-    else if (!strcmp(tag, "strp")) tok->chat.strips = true;
+        tok->chat.no_system[1] = take_text(in), tables->system_to_think = take_text(in);
+    else if (!strcmp(tag, "keep")) tables->keeps = true;
+    else if (!strcmp(tag, "begn")) tables->begun = take_bytes(in, in->rest.n);
+    else if (!strcmp(tag, "strp")) tables->strips = true;
     else if (!strcmp(tag, "syst")) tables->systems = true;
     else if (!strcmp(tag, "join")) tables->join = take_bytes(in, min_size(in->rest.n, MOST_STRIP));
     else if (!strcmp(tag, "nosy")) tables->no_systems = true;
@@ -2082,14 +2068,15 @@ static void index_tokens(Tokenizer *tok, const char *file) {
             die("%s: no token for byte 0x%02x, expected all 256; is it another model's?", file, i);
 }
 
-// ChatML, which all Qwen models speak: for files without a chat format
-static ChatFormat chatml(bool has_think) {
+// Sets ChatML, which all Qwen models speak: for files without a chat format.
+static void set_chatml(Tokenizer *tok, bool has_think) {
     Bytes end = bytes("<|im_end|>\n"), answer = bytes("<|im_start|>assistant\n");
     Bytes no_think = bytes("<|im_start|>assistant\n<think>\n\n</think>\n\n");
-    return (ChatFormat){
+    tok->tables->strip = bytes("</think>");
+    tok->tables->trim = bytes("\n");
+    tok->chat = (ChatFormat){
         .open = {bytes("<|im_start|>system\n"), bytes("<|im_start|>user\n"), answer},
-        .close = {end, end, end}, .answer_open = {has_think ? no_think : answer, answer},
-        .strip = bytes("</think>"), .trim = bytes("\n")};
+        .close = {end, end, end}, .answer_open = {has_think ? no_think : answer, answer}};
 }
 
 // Takes the tokens. Which of them are added is a guess: take_added may know it.
@@ -2134,7 +2121,7 @@ static void tokenizer_load(Tokenizer *tok, const char *file, int vocab_size) {
     tok->end_think = token_find(tok, bytes("</think>"), true);
     tok->end_of_text = token_find(tok, bytes("<|endoftext|>"), true);
     if (tok->end_of_text < 0) tok->end_of_text = bos;
-    if (!tok->chat.start.p) tok->chat = chatml(tok->think >= 0);  // the file has no section chat
+    if (!tok->chat.start.p) set_chatml(tok, tok->think >= 0);  // the file has no section chat
     int usual[] = {eos, tok->end_of_text, token_find(tok, bytes("<|im_end|>"), true)};
     const Ids stop = tok->stop.n ? tok->stop : (Ids){usual, 3, 3};
     tok->stop.n = 0;  // each once, because given answers add up the probabilities of all
@@ -2941,6 +2928,8 @@ static void set_option(Options *o, const Option *option, const char *value) {
     if (option->type == MODE || option->type == INTEGER) *(int *)place = (int)number;
 }
 
+#define NO_TEXT "-m %s: no text, expected -i TEXT, -f FILE or a pipe"
+
 // Finds the NAME of -o @NAME. Ends the program if -o can have no effect.
 static void check_answers(Options *o) {
     const char *text = o->answers;
@@ -2983,6 +2972,7 @@ static Options parse_options(int argc, char **argv) {
     if (o.keep && !strcmp(o.keep, "-")) die_usage("-K: expected a file's name, found -");
     const bool asks_stdin = !o.text && !o.file && !o.list && o.mode != CHAT;
     if (asks_stdin && !is_terminal(STDIN_FILENO)) o.file = "-";  // a pipe
+    else if (asks_stdin && o.mode >= 0) die_usage(NO_TEXT, modes[o.mode].name);
     if (o.out && !o.given['s']) o.seed = 0;
     if ((o.answers || o.form) && o.mode >= 0 && !modes[o.mode].has_answers)
         die_usage("-%c: -m %s has no answers", o.form ? 'g' : 'o', modes[o.mode].name);
@@ -4355,7 +4345,7 @@ static const char *encode_choices(Engine *e, Bytes prompt) {
     const size_t fixed = strip_end(tok, prompt).n ? tok->prefix.n : ids->n;
     const size_t closing = e->may_think ? e->budget_text.n  // ask adds these; a last id never runs
                            : e->mode == CHAT && e->after_think.n ? e->after_think.n - 1 : 0;
-    size_t same = ids->n;  // so many first ids of e->prompt no TEXT changes
+    size_t same = ids->n, context = e->model.context;  // no TEXT changes the first `same` ids
     Buffer text = {0};
     if (prompt.n && (prompt.n + 40.0) * all->n > 25e6)
         return say("too long, expected less: each answer encodes its %zu bytes anew", prompt.n);
@@ -4383,8 +4373,9 @@ static const char *encode_choices(Engine *e, Bytes prompt) {
         const char *wrong = c->n_tokens > 0 ? NULL : "adds no token to the prompt";
         for (size_t i = all->before; i < c->ids.n; i++)
             if (is_stop(tok, c->ids.p[i])) wrong = "has a token that ends answers, expected none";
-        if (ids->n + c->n_tokens + closing > (size_t)e->model.context)
-            wrong = "too long, expected to fit into the context (-c) after it";
+        if (ids->n && ids->n + c->n_tokens + closing > context)  // without ids: see wrong_length
+            wrong = say("too long, expected to fit into the context (-c) after it: %zu tokens, "
+                        "found %zu", context - min_size(context, ids->n + closing), c->n_tokens);
         if (c->same_ids && e->kind == CHOICES) wrong = "has the same tokens as another answer";
         if (wrong) return say("%.*s: %s", (int)min_size(c->text.n, 200), c->text.p, wrong);
     }
@@ -4876,20 +4867,21 @@ static bool respond(Engine *e) {
 // ------------------------------------------------------------------------------------------------
 // Turns: a question is added, the conversation rendered, and the answer added; or neither stays.
 
-// Returns the length of an answer's thinking: to the last f->strip, even a quoted one, and f->trim.
-static size_t thinking_length(const ChatFormat *f, Bytes text) {
-    size_t n = find_last(text, f->strip);
-    while (n > 0 && n < text.n && f->trim.n && memchr(f->trim.p, text.p[n], f->trim.n)) n++;
+// Returns the length of an answer's thinking: to the last `strip`, even a quoted one, and `trim`.
+static size_t thinking_length(const Tables *tables, Bytes text) {
+    const Bytes trim = tables->trim;
+    size_t n = find_last(text, tables->strip);
+    while (n > 0 && n < text.n && trim.n && memchr(trim.p, text.p[n], trim.n)) n++;
     return n;
 }
 
 static Bytes content_of(const Tokenizer *tok, const Conversation *talk, size_t i) {
     const Bytes whole = bytes_of(&talk->p[i].text);
-    const Bytes text = tok->chat.strips ? strip(tok, whole, true) : whole;
+    const Bytes text = tok->tables->strips ? strip(tok, whole, true) : whole;
     const bool earlier = talk->p[i].role == ASSISTANT && i + 1 < talk->n;  // else it goes on
-    const size_t cut = earlier ? thinking_length(&tok->chat, text) : 0;
+    const size_t cut = earlier ? thinking_length(tok->tables, text) : 0;
     const Bytes content = bytes_from(text, cut);
-    return cut && tok->chat.keeps ? strip(tok, content, true) : content;
+    return cut && tok->tables->keeps ? strip(tok, content, true) : content;
 }
 
 // Encodes a conversation, as render does, or the only message of another mode. A raw answer needs
@@ -4939,14 +4931,14 @@ static bool answer_last(Engine *e, bool again) {
 // Adds what stands before a message's content. If the format keeps earlier answers' thoughts, these
 // stand in the block that is empty otherwise, after "<think>\n", without blanks at their ends.
 static void encode_open(Encoder *enc, const Conversation *talk, size_t i, bool think) {
-    const ChatFormat *f = &enc->tok->chat;
+    const Tables *tables = enc->tok->tables;
     const Bytes whole = bytes_of(&talk->p[i].text), tag = bytes("<think>");
     const int role = talk->p[i].role;
-    const bool instructs = role == SYSTEM && think && f->system_to_think.p;
-    Bytes open = instructs ? f->system_to_think : f->open[role];
-    const size_t end = find_last(whole, f->strip), at = find_last(open, bytes("<think>\n"));
-    if (role == ASSISTANT && f->keeps && end && at) {
-        Bytes thought = strip(enc->tok, (Bytes){whole.p, end - f->strip.n}, true);
+    const bool instructs = role == SYSTEM && think && tables->system_to_think.p;
+    Bytes open = instructs ? tables->system_to_think : enc->tok->chat.open[role];
+    const size_t end = find_last(whole, tables->strip), at = find_last(open, bytes("<think>\n"));
+    if (role == ASSISTANT && tables->keeps && end && at) {
+        Bytes thought = strip(enc->tok, (Bytes){whole.p, end - tables->strip.n}, true);
         if (thought.n >= tag.n && !memcmp(thought.p, tag.p, tag.n))
             thought = strip(enc->tok, bytes_from(thought, tag.n), true);
         encode_marked(enc, (Bytes){open.p, at});
@@ -4958,19 +4950,22 @@ static void encode_open(Encoder *enc, const Conversation *talk, size_t i, bool t
 
 // Adds an answer's beginning, as HF's continue_final_message does. A <think> block at its start
 // gets its marks. Else a <think> that the format leaves open is closed at once: an empty block.
-static void encode_begun(Encoder *enc, const ChatFormat *f, Bytes text) {
-    const Bytes think = bytes("<think>"), open = f->begun.p ? f->begun : f->answer_open[0];
+static void encode_begun(Encoder *enc, Bytes text) {
+    const ChatFormat *f = &enc->tok->chat;
+    const Tables *tables = enc->tok->tables;
+    const Bytes think = bytes("<think>"), strip = tables->strip;
+    const Bytes open = tables->begun.p ? tables->begun : f->answer_open[0];
     const size_t opened = find_last(open, think), closed = find_last(open, bytes("</think>"));
-    const size_t end = find_last(text, f->strip);
-    const bool thinks = end >= think.n + f->strip.n && !memcmp(text.p, think.p, think.n);
+    const size_t end = find_last(text, strip);
+    const bool thinks = end >= think.n + strip.n && !memcmp(text.p, think.p, think.n);
     encode_marked(enc, thinks ? f->open[ASSISTANT] : open);
     if (!thinks && opened > closed) encode_marked(enc, bytes("\n</think>\n\n"));
     if (thinks) {
         encode_marked(enc, think);
-        encode_message(enc, (Bytes){text.p + think.n, end - think.n - f->strip.n}, ASSISTANT);
-        encode_marked(enc, f->strip);
+        encode_message(enc, (Bytes){text.p + think.n, end - think.n - strip.n}, ASSISTANT);
+        encode_marked(enc, strip);
     }
-    text = bytes_from(text, thinks ? end : thinking_length(f, text));
+    text = bytes_from(text, thinks ? end : thinking_length(tables, text));
     while (!thinks && opened && text.n && *text.p == '\n') text = bytes_from(text, 1);
     encode_message(enc, text, ASSISTANT);
 }
@@ -5282,7 +5277,7 @@ static void prepare_answers(Engine *e) {
     const size_t open = find_last(answer, bytes("<think>"));
     const size_t close = find_last(answer, bytes("</think>"));
     const bool model_may = !open && !close && tok->think >= 0 && tok->end_think >= 0 &&
-                           f->strip.n;
+                           tok->tables->strip.n;
     e->thinks = e->mode == CHAT && open > close && tok->end_think >= 0;
     e->may_think = e->thinks || (e->mode == CHAT && model_may);
     encode_part(tok, bytes(end_of_budget), true, &e->budget_text);
@@ -5347,8 +5342,7 @@ static bool read_prompt(Engine *e) {
     const Options *o = &e->options;
     Buffer *text = &e->input;
     const bool chat = e->mode == CHAT, piped = o->file && !strcmp(o->file, "-");
-    if (!chat && !o->text && !o->file)
-        die_usage("-m %s: no text, expected -i TEXT, -f FILE or a pipe", modes[e->mode].name);
+    if (!chat && !o->text && !o->file) die_usage(NO_TEXT, modes[e->mode].name);
     if (o->text) buffer_add(text, bytes(o->text));
     if (!o->file) return o->text;
     if (o->text) buffer_add(text, bytes("\n\n"));
@@ -5653,8 +5647,9 @@ typedef struct {
     Engine *e;
     Lines in;
     size_t failed;          // lines that were an error
-    size_t nameless;        // new lines without the member of -o @NAME: the first is reported
-    bool silent;            // the line that is read is one of these, but not the first
+    bool named;             // a line had the member of -o @NAME
+    size_t nameless;        // new lines without it: while none had it, only the first is reported
+    bool silent;            // the line that is read is another of these
     size_t read;            // lines that were read
     size_t written;         // lines that were written
     Buffer lines[AHEAD];    // of the output: line i is at i % AHEAD; it is done if it ends in \n
@@ -5797,11 +5792,12 @@ static const char *encode_line(List *l, Bytes line) {
     const char *error = take_line(l, line);
     if (own) e->reserve = 0;  // not known yet
     const bool lacks = !error && own && !json_member(object, e->options.member).rest.n;
-    l->silent = lacks && l->read >= l->in_file && l->nameless++ > 0;
+    l->named |= own && !error && !lacks;
+    l->silent = lacks && !l->named && l->read >= l->in_file && l->nameless++ > 0;
     if (!error && own) error = take_choices(object, e->options.member, &e->next);
     size_t size = 0;
     for (size_t i = 0; i < talk->n; i++)
-        size += chat && !e->tokenizer.chat.keeps ? content_of(&e->tokenizer, talk, i).n
+        size += chat && !e->tokenizer.tables->keeps ? content_of(&e->tokenizer, talk, i).n
                                                  : talk->p[i].text.n;
     if (!error && size) error = wrong_size(e, size);  // messages may be empty: see take_line
     if (error) return error;

@@ -570,15 +570,20 @@ static void fuzz_chat(Bytes in) {
     bool think = flags & 1;
     Tokenizer t = tiny;
     ChatFormat *f = &t.chat;
+    Tables *tables = t.tables;  // the tiny model's: this is the only target that reads what it sets there
+    Bytes *pieces[] = {&f->start, &f->no_system[0], &f->no_system[1], &f->open[0], &f->open[1], &f->open[2],
+                       &f->close[0], &f->close[1], &f->close[2], &f->answer_open[0], &f->answer_open[1],
+                       &tables->begun, &tables->strip, &tables->trim, &tables->system_to_think};
     uint8_t kind[t.vocab_size];
     t.kind = memcpy(kind, tiny.kind, sizeof(kind));
     if (flags & 16) kind[token_find(&t, bytes("<tool_call>"), true)] |= A_WORD;  // as a fine-tune's words
+    tables->begun = tables->system_to_think = (Bytes){0};
+    tables->keeps = false;
     if (flags % 8 < 2) {
-        *f = chatml(flags & 32);
+        set_chatml(&t, flags & 32);
     } else {
-        Bytes *pieces = &f->start;
-        for (int i = 0; i < 15; i++) pieces[i] = take_until(&in, 0xFF);
-        f->keeps = flags & 64;
+        for (int i = 0; i < 15; i++) *pieces[i] = take_until(&in, 0xFF);
+        tables->keeps = flags & 64;
     }
     Conversation c = {0};
     Ids ids = {0};
@@ -592,14 +597,14 @@ static void fuzz_chat(Bytes in) {
         if (role != ASSISTANT) expected += count_spelled(&t, text, ANSWERED | A_WORD);
         else more += count_spelled(&t, text, ANSWERED);  // but for thinking
         if (begun) break;
-        bool instructs = role == SYSTEM && think && f->system_to_think.p;
-        expected += count_marked(&t, instructs ? f->system_to_think : f->open[role]) + count_marked(&t, f->close[role]);
+        bool instructs = role == SYSTEM && think && tables->system_to_think.p;
+        expected += count_marked(&t, instructs ? tables->system_to_think : f->open[role]) + count_marked(&t, f->close[role]);
     }
     render(&t, &c, 0, think, &ids);
     expected += count_marked(&t, f->start);
     if (!begun) expected += count_marked(&t, f->answer_open[think]);
-    else more += count_marked(&t, f->open[ASSISTANT]) + count_marked(&t, f->strip) + 2  // <think> and </think>
-        + count_marked(&t, f->begun.p ? f->begun : f->answer_open[0]);
+    else more += count_marked(&t, f->open[ASSISTANT]) + count_marked(&t, tables->strip) + 2  // <think> and </think>
+        + count_marked(&t, tables->begun.p ? tables->begun : f->answer_open[0]);
     if (c.n == 0 || c.p[0].role != SYSTEM) expected += count_marked(&t, f->no_system[think]);
     // what a user types never becomes a control token; only a word is a token
     int added = count_added(&t, &ids);

@@ -357,11 +357,14 @@ def test_a_long_prompt_and_many_answers(stopping):
 
 
 def test_a_name_that_no_row_has(tiny):
-    """One error for the list; its rows are there, as rows that are wrong."""
+    """One error for the list; its rows are there, as rows that are wrong. Once a row has it, each other one has its error."""
     rows = "".join('{"text": "x", "own": ["a", "b"]}\n' for _ in range(9)).encode()
     result = qwen3(tiny, "-L", "-", "-o", "@owm", stdin=rows)
     assert result.returncode == 1 and result.stderr.count(b'no member "owm", expected') == 1 and b"error: 9" in result.stderr
     assert result.stdout.count(b'no member \\"owm\\", expected') == 9
+    named = qwen3(tiny, "-L", "-", "-o", "@own", stdin=b'"x"\n"x"\n' + rows + b'"x"\n{"text": "x"}\n')
+    lines = re.findall(rb"(?m)^qwen3: stdin: line (\d+): no member", named.stderr)
+    assert named.returncode == 1 and lines == [b"1", b"12", b"13"], named.stderr
 
 
 def test_a_row_without_the_name_in_a_list_that_grows(tiny, tmp_path):
@@ -469,8 +472,10 @@ def test_refused_once_the_model_is_known(tiny, tmp_path):
             assert_error(qwen3(model, *args, "-o", "yes|no", stdin=b"a\n"), 2, "-o", f"made for -m {mode}, expected -m chat")
     # A letter and its mark, composed and not: NFC makes them one.
     assert_error(qwen3(tiny, "-i", "a", "-o", "\u00e9|e\u0301"), 1)
-    # An answer that does not fit into the context: that line's null
+    # An answer that does not fit into the context: that line's null, also if no line has room for it
     data = b"Hello\n" + b"a b c d " * 20 + b"\n"
-    result = qwen3(tiny, "-c", 64, "-l", "-", "-o", "yes|no", stdin=data)
-    assert result.returncode == 1 and result.stdout.endswith(b"}\nnull\n"), result
-    assert re.search(rb"(?m)^qwen3: .*: line 2: ", result.stderr)
+    for answers, first in ("yes|no", b'{"choice":'), ("yes|" + "no 1 2 " * 20, b"null\n"):
+        result = qwen3(tiny, "-c", 64, "-l", "-", "-o", answers, stdin=data)
+        assert result.returncode == 1 and result.stdout.startswith(first) and result.stdout.endswith(b"\nnull\n"), result
+        assert re.search(rb"(?m)^qwen3: .*: line 2: too long, expected at most \d+ tokens \(-c, up to ", result.stderr)
+    assert_error(qwen3(tiny, "-c", 64, "-i", "Hello", "-o", answers), 1, "prompt", "at most 0 tokens (-c, up to 1024), found 13")
