@@ -1102,7 +1102,7 @@ static double log_sum_exp(float *logits, int n) {
 //   a perplexity    1                 is there: its -log(p) is added   COMPLETE: the last isn't run
 //   an embedding    the text's end    is no id: x becomes the result   COMPLETE
 //
-// (A text longer than the context is scored in pieces. Each begins with the last id of another.)
+// (A longer text than the context is scored in pieces, each from the last id of the one before.)
 //
 // For example, a prompt of the ids A B C gets two drawn ids, D and E, and then a stop id is drawn:
 //
