@@ -6455,6 +6455,8 @@ typedef struct {           // W[r] . x[t] for a range of rows r and n tokens t
     int n;
     bool add;              // out += instead of out =
     int8_t *unit;          // see unpack_unit
+    const int8_t *next;    // what a tile of unpacked weights prefetches: `share` bytes a group
+    size_t share;
 } Matmul;
 
 // Each thread has one. The pointers above `w` are the same in all.
@@ -6510,7 +6512,8 @@ INLINE Quantized from_token(const Quantized *x, int t) {
 // Matrix products: out = x W^T, as dot_row defines each element. A tile is a strip of rows, one in
 // each lane, times TILE_TOKENS tokens; or a panel times 1 to 3. A panel has the weights in the
 // order in which a tile needs them. For one token, reading them takes the time. For many, a unit of
-// UNIT rows comes from memory once, and stays in the core's caches.
+// UNIT rows comes from memory once, and stays in the core's caches. Tiles prefetch as they compute:
+// packed weights ahead of what they read, else a share of the next unit.
 
 enum { UNIT = 32 };                  // rows that are unpacked at once
 enum { STRIP = TILE_VECS * LANES };  // rows of a tile
@@ -6518,7 +6521,7 @@ enum { FEW_VECS = PANEL / LANES };   // of a tile of 1 to 3 tokens: a panel's ro
 enum { MOST_VECS = TILE_VECS > (int)FEW_VECS ? TILE_VECS : FEW_VECS };
 enum { BYTES_AHEAD = 7232 };         // measured. The CPU's own prefetcher stops at a page's end
 _Static_assert(UNIT % STRIP == 0 && UNIT % PANEL == 0 && PANEL % LANES == 0, "whole tiles");
-_Static_assert(TILE_TOKENS > 3, "tiles of 1 to 3 tokens prefetch their weights, whole ones do not");
+_Static_assert(TILE_TOKENS > 3, "a tile of 1 to 3 tokens is a panel, and not a strip");
 
 // Q8(x), x (n), into columns at .. at + n - 1 of token t's vector in out
 static void quantize_token(const Quantized *out, int t, int at, const float *x, int n, int group) {
@@ -6569,6 +6572,7 @@ INLINE void matmul_tile(const Matmul *part, int t, int row, const int tokens, co
     Quantized x = from_token(part->x, t);
     const VecI levels = bits == 4 ? level_table(w->levels) : splat(0);
     const char *words[MOST_VECS], *scales[MOST_VECS];
+    const int8_t *next = part->next;
     VecF acc[TILE_TOKENS][MOST_VECS];
     UNROLL for (int v = 0; v < vecs; v++) {
         UNROLL for (int i = 0; i < tokens; i++) acc[i][v] = splat_f(0);
@@ -6584,6 +6588,8 @@ INLINE void matmul_tile(const Matmul *part, int t, int row, const int tokens, co
         __builtin_prefetch(out + vecs * LANES - 1);
     }
     for (int g = 0; g < n_groups; g++) {
+        for (size_t i = 0; unpacked && i < part->share; i += 64) __builtin_prefetch(next + i);
+        if (unpacked) next += part->share;
         int left = group * bits / 32;  // words of a group, 4 or more (a for is 5 % slower: GCC)
         VecI sum[TILE_TOKENS][MOST_VECS];
         UNROLL for (int i = 0; i < tokens; i++) {
@@ -6595,7 +6601,7 @@ INLINE void matmul_tile(const Matmul *part, int t, int row, const int tokens, co
             UNROLL for (int v = 0; v < vecs; v++) {
                 low[v] = load_vector(words[v]);
                 if (!unpacked) unpack_words(low[v], bits, levels, &low[v], &high[v]);
-                if (tokens < TILE_TOKENS && v * LANES % PANEL == 0)  // a word of 16 rows is a line
+                if (!unpacked && v * LANES % PANEL == 0)  // a word of 16 rows is a line
                     __builtin_prefetch(words[v] + BYTES_AHEAD, 0, 2);
                 words[v] += PANEL * 4;
             }
@@ -6612,7 +6618,7 @@ INLINE void matmul_tile(const Matmul *part, int t, int row, const int tokens, co
         UNROLL for (int v = 0; v < vecs; v++) {
             const VecF scale = bits == 8 ? (VecF)load_vector(scales[v])
                                          : load_halves((const uint16_t *)scales[v]);
-            if (tokens < TILE_TOKENS) __builtin_prefetch(scales[v] + BYTES_AHEAD / 16);
+            if (!unpacked) __builtin_prefetch(scales[v] + BYTES_AHEAD / 16);
             UNROLL for (int i = 0; i < tokens; i++) {
                 const VecF term = __builtin_convertvector(sum[i][v], VecF) * scale;
                 acc[i][v] = mul_add_v(term, splat_f(x.scale[i * x_stride]), acc[i][v]);
@@ -6669,33 +6675,32 @@ static Matrix unpack_unit(const Matrix *w, int row, int8_t *at) {
     return unit;
 }
 
-// A unit of rows and many tokens. Each tile prefetches a share of the next (harmless at the end).
+// A unit of rows and many tokens. Each group of each tile prefetches some lines of the next unit
+// (harmless at the end): all at once would wait for memory.
 static void matmul_unit(const Matmul *part, int row, int end) {
     const Matrix *w = part->w, unit = unpack_unit(w, row, part->unit);
-    const size_t row_bytes = (size_t)w->cols * w->bits / 8;
-    const size_t share = STRIP * row_bytes / ((part->n + TILE_TOKENS - 1) / TILE_TOKENS);
-    const int8_t *next = w->bytes + (row + UNIT) * row_bytes;
+    const size_t row_bytes = (size_t)w->cols * w->bits / 8, n_groups = w->cols / w->group_size;
     Matmul all = *part;
     all.w = &unit;
     all.row_begin -= row;  // < 0 in all units but the part's first
     all.row_end = end - row;
+    all.next = w->bytes + (row + UNIT) * row_bytes;
+    all.share = STRIP * row_bytes / ((part->n + TILE_TOKENS - 1) / TILE_TOKENS * n_groups);
     for (int r = 0; r < all.row_end; r += STRIP) {
-        for (int t = 0; t < part->n; t += TILE_TOKENS, next += share) {
-            for (size_t i = 0; i < share; i += 64) __builtin_prefetch(next + i);
+        for (int t = 0; t < part->n; t += TILE_TOKENS, all.next += all.share * n_groups)
             matmul_tile(&all, t, r, TILE_TOKENS, TILE_VECS, 8, true);
-        }
     }
 }
 
 // out[t * stride + i] = W[row + i] . x[t] for i < rows and t < n; with `add`, += instead of =.
-// Unpacking a unit pays from about two tiles of tokens on.
+// Unpacking a unit pays from about three tiles of tokens on, where 8 bits need none from two on.
 static void multiply(const Worker *me, float *out, int stride, const Matrix *w, int row, int rows,
                      const Quantized *x, int n, bool add) {
     const Matmul part = {.w = w, .x = x, .out = out, .stride = stride, .row_begin = row,
                          .row_end = row + rows, .n = n, .add = add, .unit = me->unit};
     for (int r = row / PANEL * PANEL; n > 0 && r < row + rows; r += UNIT) {
         const int end = min_int(r + UNIT, row + rows);
-        if (n > 2 * TILE_TOKENS) matmul_unit(&part, r, end);
+        if (n > (W_BIAS ? 3 : 1) * TILE_TOKENS) matmul_unit(&part, r, end);
         else if (w->bits == 8) matmul_few(&part, r, end, 8);
         else matmul_few(&part, r, end, 4);
     }
