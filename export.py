@@ -207,7 +207,7 @@ LIMITS = {"string": "pattern format minLength maxLength", "number": BOUNDS, "int
           "object": "properties required additionalProperties", "array": "items minItems maxItems",
           "boolean": "", "null": ""}  # type -> the keywords that limit it
 TYPES = dict(zip([str, float, int, dict, list, bool, type(None)], LIMITS))  # Python's -> a schema's
-CHOICES = {"$ref": "", "const": "type", "enum": "type", "anyOf": "discriminator",
+CHOICES = {"$ref": "", "const": "type enum", "enum": "type", "anyOf": "discriminator",
            "oneOf": "discriminator", "allOf": ""}  # in place of limits -> what may stand beside it
 INSTEAD = {"nullable": '"type": [..., "null"]', "required": "a list of names beside properties",
            "openapi": "one of its schemas: jq .components.schemas.NAME"}
@@ -298,8 +298,11 @@ class Part(NamedTuple):
             chosen.need(type(chosen.value) is list and 1 <= len(chosen.value) <= most,
                         "wrong number", f"a list of 1 to {most}")
             parts = [chosen.member(i) for i in range(len(chosen.value))]
-        if beside != "type":
+        if choice not in ("const", "enum"):
             return self.join_cases(parts, once=choice == "oneOf")
+        if choice == "const" and "enum" in self.value:  # older pydantic's Literal
+            alone = json.dumps([chosen.value]) == json.dumps(self.value["enum"])
+            chosen.need(alone, "contradicts enum", "a list of it alone there")
         for part in parts:
             kinds = {TYPES[type(part.value)], "number" if type(part.value) is int else ""}
             part.need(not types or kinds & {*types}, "contradicts type", " or ".join(types))

@@ -143,7 +143,7 @@ typedef struct {
     int head_dim;           // n_heads * head_dim need not be dim
     int shared_classifier;  // 1: Wcls is the token embedding; HF tie_word_embeddings
     int group_size;         // weights of a row with one scale; divides the cols of every Matrix
-    int layer_bits;         // bits of a weight in the layers' matrices, 8 or 4; the others have 8
+    int layer_bits;         // bits of a weight in layers, 8 or 4; embedding and classifier have 8
     int eight_bits;         // bit i set: matrix i of wq wk wv wo w1 w2 w3 wg has 8 nevertheless
     int panels;             // 1: the file has panels (see weight_int), 0: loading makes them
     int8_t levels[16];      // with 4 bits: each nibble's int8 (export.py's own: densest near 0)
@@ -170,7 +170,7 @@ typedef struct {
     int delta_dim;          // of q, k and v of a delta layer together
     int n_kv_layers;        // layers with keys and values: those of attention
     int cache_bits;         // of a number in the KV cache, 32 or 8 (option -C 8)
-} Config;  // Part II finds Weights by it. What a layer lacks is NULL there, or has no rows
+} Config;  // Part II finds Weights by it. What a layer lacks is NULL in Layer, or has no rows
 
 // A quantized matrix: see Quantization and the matrix product; for the order in memory, weight_int.
 typedef struct {
@@ -206,8 +206,8 @@ typedef struct {
     int number;            // among layers of its kind: its place in the KV cache, or in State.delta
 } Layer;
 
-typedef struct {             // a new weight, here or in Layer, goes to take_weights, export.py,
-                             // its place below and in Part III; a flag of it to take_header
+typedef struct {             // a new weight, here or in Layer, goes to take_weights, export.py and
+                             // where it is used, in Parts I and III; a flag of it to take_header
     Matrix embedding;        // (vocab_size, dim)             model.embed_tokens
     Layer *layers;           // (n_layers)                    model.layers.N
     const float *rms_final;  // (dim)                         model.norm
@@ -321,8 +321,8 @@ static void silu_times(float *gate, const float *up, int n) {
 // of integers, at most 256 * 128 * 127 < 2^22, exact even as a float, times the two scales.
 
 // Returns weight i of row r without its scale. With 8 bits it is byte i of the row.
-// With 4, a group has group_size / 2 bytes: byte j has weight j (low nibble) and weight j
-// + group_size / 2 (high). SIMD instructions compute 4 to 16 rows at once. So in memory 16
+// With 4, byte j of a group's group_size / 2 bytes has its weights j (low nibble) and j +
+// group_size / 2 (high). SIMD instructions compute 4 to 16 rows at once. So in memory 16
 // rows are together, a panel (the last one is padded). It begins with word column 0, the first
 // word (4 bytes) of each row; then comes word column 1, the second one of each, and so on:
 //   row 0, word 0 | row 1, word 0 | ... | row 15, word 0 | row 0, word 1 | row 1, word 1 | ...
@@ -390,8 +390,8 @@ static void add(float *x, const float *y, int n) {
 // Embedding and rope: a token's first x, and what tells the layers its position
 //
 // rope rotates each pair (q[j], q[j + rotary_dim/2]), j < rotary_dim/2, by the angle pos *
-// theta^(-2j / rotary_dim), and k in the same way. If both are turned back by k's angle,
-// q . k does not change. Then k is as it was, and q is turned by the angle of their distance.
+// theta^(-2j / rotary_dim), and k in the same way. Turning both back by k's angle does not change
+// q . k. Then k is as it was, and q is turned by the angle of their distance.
 // So of their positions only the distance counts. Pair 0 turns by 1 radian a position, nearly
 // once round in 6: it tells neighbours apart. Slower ones tell near from far: the last of 64, with
 // a theta of 1e6, is 806,000 times as slow, and turns by 3 degrees in 40,960 positions.
@@ -468,8 +468,8 @@ static void round_to_int8(float *x, int n) {
     }
 }
 
-// Rounds k and v (kv_dim) for -C 8. Some elements of Qwen2.5's bk are huge, and k less bk rounds
-// finer. (If all k lose one vector, all scores of a q lose one number: its shares stay.)
+// Rounds k and v (kv_dim) for -C 8. Qwen2.5's bk is huge in slow pairs of rope: there k less bk
+// rounds finer. (If all k lose one vector, all scores of a q lose one number: its shares stay.)
 static void round_kv(const Config *c, const Layer *layer, float *k, float *v) {
     for (int i = 0; layer->bk && i < c->kv_dim; i++) k[i] -= layer->bk[i];
     round_to_int8(k, c->kv_dim);
@@ -510,7 +510,7 @@ static float attention_score(const float *q, const float *k, int head_dim) {
 // infinite. So `total` sums exp(score - largest), where `largest` is the largest score, and the
 // array `a` sums the values, each times this. Last, `a` is multiplied by 1 / total.
 //
-// The positions come in spans, so that the array `score` is short. (Other spans give other bits.) A
+// The positions come in spans, so that the array `score` is short. (Other spans round otherwise.) A
 // text of up to 256 tokens is one span, and `keep` only multiplies zeros. In longer ones, each span
 // may raise `largest`: total and `a` so far are then multiplied by keep = exp(before - largest).
 enum { SPAN = 256 };
@@ -581,7 +581,7 @@ static void run_attention(Model *m, int l, int pos) {
 
 enum { DELTA_DIM = 128, PAST = 3 };  // of a head; tokens that the convolution sees before its own
 
-// Floats of the state in one layer: S of each value head, then u3, u2, u1 (DELTA_DIM) of each head.
+// Floats of the state in one layer: S of each value head, then u3, u2, u1 of each q, k and v head.
 // Qwen3.5-0.8B's layers together have 5,050,368 (20 MB), however long the text is.
 static size_t layer_state(const Config *c) {
     return (size_t)DELTA_DIM * c->delta_v_dim + PAST * c->delta_dim;
@@ -614,7 +614,7 @@ static void rates_of(const Layer *layer, const float *h, int dim, int head, floa
     *b = sigmoid(dot_of(wb, h, dim));
 }
 
-// The delta rule for n columns of a head's S (DELTA_DIM, n): S changes, and a (n) = S^T q.
+// The delta rule for n columns (here all) of a head's S (DELTA_DIM, n): S changes, a (n) = S^T q.
 INLINE void learn(float *restrict S, const float *q, const float *k, const float *v, float g,
                   float b, float *restrict a, const int n) {
     float d[DELTA_DIM] = {0};
@@ -690,8 +690,8 @@ static void feed_forward(Model *m, const Layer *layer, int expert, float *out) {
 static int all_experts(const Config *c) { return c->n_experts + c->shared_expert; }
 
 // Computes share (all_experts): of the chosen experts (of equal ones the lower number) and of a
-// shared one; of others 0. term (all_experts) is Wr h, and is overwritten. Without no_topk_norm,
-// softmax's own sum cancels. If it is NaN, all shares are 0, and the result is false.
+// shared one; of others 0. term (all_experts) is Wr h, and is overwritten. Unless no_topk_norm,
+// softmax's own sum cancels. If that sum is NaN, all shares are 0, and the result is false.
 static bool choose_experts(const Config *c, float *term, float *share) {
     const float all = softmax_terms(term, c->n_experts, max_of(term, c->n_experts));
     float chosen = 0;
@@ -801,7 +801,7 @@ enum { SYSTEM, USER, ASSISTANT };  // who wrote a message
 
 typedef struct {           // the texts around a chat's messages: skip it until The chat format
     Bytes start;           // before all else
-    Bytes no_system[2];    // then, without a system message: [0] not to think, [1] to think
+    Bytes no_system[2];    // then, if message 0 is not SYSTEM: [0] not to think, [1] to think
     Bytes open[3];         // before a message, by role
     Bytes close[3];        // after it
     Bytes answer_open[2];  // in place of open before a new answer: [0] not to think, [1] to think
@@ -950,7 +950,7 @@ static void encode_marked(Encoder *enc, Bytes text);
 //                         raw text  an answer  other messages
 //   <|im_end|>            yes       no         no     a mark that output leaves out
 //   Qwen3's <tool_call>   yes       yes        no     a mark that output shows
-//   a name                yes       yes        yes    a word
+//   add_tokens' words     yes       yes        yes    any other
 static void encode_message(Encoder *enc, Bytes text, int role);
 
 // Appends a raw text's ids, as HF's tokenizer(text). (With a chat model a prompt is a message.)
@@ -1011,7 +1011,7 @@ static void likelihoods(float *logits, int n, float max, float temperature) {
     for (int i = 0; i < n; i++) logits[i] = fast_exp((logits[i] - max) / temperature);
 }
 
-// Sets p of token id and of all less likely ones to 0.
+// Sets p[id] and the p of all less likely tokens to 0.
 static void keep_likelier(float *p, int n, int id) {
     const float limit = p[id];
     for (int i = 0; i < id; i++) p[i] = p[i] >= limit ? p[i] : 0;
@@ -1120,7 +1120,7 @@ typedef enum {
     LIMIT_REACHED, CONTEXT_ENDED,  // option -n; option -c
     REPEATS,                       // without -n: the answer goes round in circles
     INTERRUPTED,                   // any text: Ctrl-C
-    FAILED                         // an error: results are not finite, or -g's form is too large
+    FAILED                         // an error: results not finite, -g's form too large, or left
 } Ending;
 
 typedef struct Text {  // add_text makes it of a prompt, next_piece goes on with it (Part II)
@@ -1129,7 +1129,7 @@ typedef struct Text {  // add_text makes it of a prompt, next_piece goes on with
     size_t target;     // the number of the id that is predicted next: drawn or scored
     size_t n_prompt;   // ids before the answer, or before given answers (-o); in a perplexity all
     size_t max_ids;    // the most ids of prompt and answer (option -n)
-    size_t context;    // the most positions (-c); while -o thinks, room for its answers stays free
+    size_t context;    // the most positions (-c); while -o thinks, fewer: its answers need room
     bool embeds;       // no id is predicted: x becomes an embedding
     bool asks;         // no id is drawn: given answers are scored (option -o)
     double nll;        // the sum of -log(p) of its n scored ids: its perplexity is exp(nll / n)

@@ -181,7 +181,7 @@ A, B = ({"type": "object", "properties": {"k": {"const": x}}, "required": ["k"]}
     ({"type": "object", "additionalProperties": {"type": "string"}}, "$.additionalProperties: "),
     ({"type": "object", "properties": {"a b": {"type": "string", "minLength": 3, "maxLength": 1}}}, "$.properties[\"a b\"].minLength: "),
     ({"type": "object", "properties": {"x": {"type": "string", "enum": ["a", 1]}}}, "$.properties.x.enum[1]: contradicts type"),
-    ({"const": None, "type": "integer"}, "$.const: contradicts"), ({"type": "string", "minLength": -1}, "$.minLength: "),
+    ({"const": None, "type": "integer"}, "$.const: contradicts"), ({"const": "a", "enum": ["a", "b"]}, "$.const: contradicts enum"), ({"type": "string", "minLength": -1}, "$.minLength: "),
     ({"type": "array", "items": {"type": "null"}, "minItems": 1.5}, "$.minItems: "), ({"type": "string", "minimum": 1}, "$.minimum: not supported"),
     ({"properties": {}}, '$.properties: not supported, expected "type": "object"'), ({"openapi": "3.0"}, "$.openapi: not supported, expected one of its schemas"),
     ({"allOf": [A, B]}, "$.allOf: "), ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "$.oneOf[1]: oneOf"), ({"enum": ["a"], "minLength": 2}, "$.minLength: "),
