@@ -302,7 +302,7 @@ class Part(NamedTuple):
             return self.join_cases(parts, once=choice == "oneOf")
         if choice == "const" and "enum" in self.value:  # older pydantic's Literal
             alone = json.dumps([chosen.value]) == json.dumps(self.value["enum"])
-            chosen.need(alone, "contradicts enum", "a list of it alone there")
+            chosen.need(alone, "contradicts enum", "an enum of this value alone")
         for part in parts:
             kinds = {TYPES[type(part.value)], "number" if type(part.value) is int else ""}
             part.need(not types or kinds & {*types}, "contradicts type", " or ".join(types))

@@ -21,11 +21,11 @@
    query with the keys of all positions (places in the text) up to its own become shares that add up
    to 1 (softmax). The result is the sum of the values, each times its share. A layer does this in
    n_heads heads side by side. Each has its own query (head_dim), and so its own shares. But n_heads
-   / n_kv_heads neighbours share a kv head, a key and a value (grouped-query attention): fewer are
-   kept. A token's x, q, k and v depend only on it and on those before it. So they stay right when
-   tokens are appended, and need not run again: the KV cache keeps, for each layer and kv head, all
-   keys K and values V so far (positions, head_dim). A query is not kept, because only its own token
-   uses it. One layer computes
+   / n_kv_heads neighbours use one key and one value, a kv head (grouped-query attention): so fewer
+   are kept. A token's x, q, k and v depend only on it and on those before it. So they stay right
+   when tokens are appended, and need not run again: the KV cache keeps, for each layer and kv head,
+   all keys K and values V so far (positions, head_dim). A query is not kept, because only its own
+   token uses it. One layer computes
 
      h = rmsnorm(x, rms_att)                  rmsnorm(x, w) = w * x / sqrt(mean(x^2) + eps)
      q = Wq h, k = Wk h, v = Wv h             q: n_heads vectors (head_dim); k, v: n_kv_heads each
@@ -143,7 +143,7 @@ typedef struct {
     int head_dim;           // n_heads * head_dim need not be dim
     int shared_classifier;  // 1: Wcls is the token embedding; HF tie_word_embeddings
     int group_size;         // weights of a row with one scale; divides the cols of every Matrix
-    int layer_bits;         // bits of a weight in layers, 8 or 4; embedding and classifier have 8
+    int layer_bits;         // bits of a weight in the layers' matrices, 8 or 4; other matrices: 8
     int eight_bits;         // bit i set: matrix i of wq wk wv wo w1 w2 w3 wg has 8 nevertheless
     int panels;             // 1: the file has panels (see weight_int), 0: loading makes them
     int8_t levels[16];      // with 4 bits: each nibble's int8 (export.py's own: densest near 0)
@@ -207,7 +207,7 @@ typedef struct {
 } Layer;
 
 typedef struct {             // a new weight, here or in Layer, goes to take_weights, export.py and
-                             // where it is used, in Parts I and III; a flag of it to take_header
+                             // where it is used, in Parts I and III; a flag for it to take_header
     Matrix embedding;        // (vocab_size, dim)             model.embed_tokens
     Layer *layers;           // (n_layers)                    model.layers.N
     const float *rms_final;  // (dim)                         model.norm
@@ -731,7 +731,7 @@ static void run_experts(Model *m, const Layer *layer) {
 
 // Runs layer l: x of the token at pos becomes x + attention (or delta rule), then x + feed-forward.
 // (A new kind of layer also goes to KIND, where weights are read; to layer_all, Part III; and what
-// it keeps of a text to State and state_size, Part II.)
+// it keeps of a text to State and layer_state.)
 static void run_layer(Model *m, int l, int pos) {
     const Config *c = &m->config;
     const Layer *layer = &m->weights.layers[l];
@@ -953,7 +953,7 @@ static void encode_marked(Encoder *enc, Bytes text);
 //   add_tokens' words     yes       yes        yes    any other
 static void encode_message(Encoder *enc, Bytes text, int role);
 
-// Appends a raw text's ids, as HF's tokenizer(text). (With a chat model a prompt is a message.)
+// Appends a raw text's ids, as HF's tokenizer(text). (In mode chat a prompt is a message.)
 static void encode_raw(const Tokenizer *tok, Bytes text, Ids *out) {
     Encoder enc = {.tok = tok, .out = out};
     for (size_t i = 0; i < tok->prefix.n; i++) ids_add(out, tok->prefix.p[i]);
@@ -1102,7 +1102,7 @@ static double log_sum_exp(float *logits, int n) {
 //   a perplexity    1                 is there: its -log(p) is added   COMPLETE: the last isn't run
 //   an embedding    the text's end    is no id: x becomes the result   COMPLETE
 //
-// (A longer text than the context is scored in pieces, each from the last id of the one before.)
+// (A text longer than the context is scored in pieces, each from the last id of the one before.)
 //
 // For example, a prompt of the ids A B C gets two drawn ids, D and E, and then a stop id is drawn:
 //
@@ -1120,7 +1120,7 @@ typedef enum {
     LIMIT_REACHED, CONTEXT_ENDED,  // option -n; option -c
     REPEATS,                       // without -n: the answer goes round in circles
     INTERRUPTED,                   // any text: Ctrl-C
-    FAILED                         // an error: results not finite, -g's form too large, or left
+    FAILED                         // an error: results not finite, or -g's form too large
 } Ending;
 
 typedef struct Text {  // add_text makes it of a prompt, next_piece goes on with it (Part II)
@@ -1817,7 +1817,7 @@ typedef enum { CHAT, GENERATE, TOKENIZE, PERPLEXITY, EMBED, N_MODES } Mode;  // 
 
 typedef struct { uint64_t *p; size_t n, cap; } Keys;  // as Buffer: rows, or a text's characters
 
-// How tokens are found, the classes of characters, NFC, and how the model is meant to be used
+// How tokens are found, characters, NFC, how the model is meant to be used, and more of its chats
 typedef struct Tables {
     uint32_t *table[2];    // (mask + 1) hash tables: id + 1, or 0 if free; [1]: of added tokens
     uint32_t mask;         // slots - 1; slots: a power of 2, at least 256 and twice the tokens
@@ -1834,9 +1834,12 @@ typedef struct Tables {
                            // Not of Hangul syllables, which would only compose again
     Keys pairs;            // nfcc: two characters, and the one that NFC makes of them
     Mode mode;             // what the model is made for
+    Bytes from;            // what it was exported from, and how
+    Sampler advice;        // temperature, top_p, top_k and penalties that its makers advise
+    Sampler plain_advice;  // these, except repetition, for a chat whose thinking is off
     // Of a chat, beside ChatFormat:
-    Bytes begun;           // before an answer that the user begins (if with a <think> block,
-                           // open[ASSISTANT] is); p NULL: answer_open[0]
+    Bytes begun;           // before an answer that the user begins (before one with a <think>
+                           // block: open[ASSISTANT]); p NULL: answer_open[0]
     Bytes strip;           // </think>: all up to the last one is cut from an earlier answer,
     Bytes trim;            // and then any of these characters from the start of what is left
     Bytes system_to_think; // in place of open[SYSTEM] where thinking is on, if not NULL (Qwen3.8)
@@ -1845,9 +1848,6 @@ typedef struct Tables {
     bool systems;          // later system messages have the form of the first
     Bytes join;            // what stands between the text parts of a message's content
     bool no_systems;       // the chat template has no form for a system message
-    Bytes from;            // what it was exported from, and how
-    Sampler advice;        // temperature, top_p, top_k and penalties that its makers advise
-    Sampler plain_advice;  // these, except repetition, for a chat whose thinking is off
 } Tables;
 
 static const float ADDED_SCORE = -1e6f;  // tokens that come out of merges have a higher score
@@ -2972,11 +2972,11 @@ static Options parse_options(int argc, char **argv) {
     if (o.keep && !strcmp(o.keep, "-")) die_usage("-K: expected a file's name, found -");
     const bool asks_stdin = !o.text && !o.file && !o.list && o.mode != CHAT;
     if (asks_stdin && !is_terminal(STDIN_FILENO)) o.file = "-";  // a pipe
-    else if (asks_stdin && o.mode >= 0) die_usage(NO_TEXT, modes[o.mode].name);
     if (o.out && !o.given['s']) o.seed = 0;
     if ((o.answers || o.form) && o.mode >= 0 && !modes[o.mode].has_answers)
         die_usage("-%c: -m %s has no answers", o.form ? 'g' : 'o', modes[o.mode].name);
     if (o.answers) check_answers(&o);
+    if (asks_stdin && !o.file && o.mode >= 0) die_usage(NO_TEXT, modes[o.mode].name);
     return o;
 }
 
@@ -4374,8 +4374,9 @@ static const char *encode_choices(Engine *e, Bytes prompt) {
         for (size_t i = all->before; i < c->ids.n; i++)
             if (is_stop(tok, c->ids.p[i])) wrong = "has a token that ends answers, expected none";
         if (ids->n && ids->n + c->n_tokens + closing > context)  // without ids: see wrong_length
-            wrong = say("too long, expected to fit into the context (-c) after it: %zu tokens, "
-                        "found %zu", context - min_size(context, ids->n + closing), c->n_tokens);
+            wrong = say("too long, expected to fit into the context (-c) after its prompt: %zu "
+                        "tokens, found %zu", context - min_size(context, ids->n + closing),
+                        c->n_tokens);
         if (c->same_ids && e->kind == CHOICES) wrong = "has the same tokens as another answer";
         if (wrong) return say("%.*s: %s", (int)min_size(c->text.n, 200), c->text.p, wrong);
     }
@@ -4498,6 +4499,9 @@ static const char *wrong_length(const Engine *e, size_t n, bool more) {
     const size_t most = whole ? room_of(e) : INT_MAX;
     char hint[64] = "split the text, or export.py --yarn";
     if (n <= all && context < all) snprintf(hint, sizeof(hint), "-c, up to %zu", all);
+    if (most == 0)
+        return say("-o: its answers need %zu tokens, expected fewer than the context, %zu (-c)",
+                   e->reserve, context);
     if (n < least) return say("too short, expected %zu or more tokens, found %zu", least, n);
     return n <= most ? NULL : say("too long, expected at most %zu tokens (%s), found %zu%s", most,
                                   hint, n, more ? " or more" : "");
@@ -5647,8 +5651,8 @@ typedef struct {
     Engine *e;
     Lines in;
     size_t failed;          // lines that were an error
-    bool named;             // a line had the member of -o @NAME
-    size_t nameless;        // new lines without it: while none had it, only the first is reported
+    bool named;             // a line that was read had the member of -o @NAME
+    size_t nameless;        // new lines without it while none had it: the first is reported
     bool silent;            // the line that is read is another of these
     size_t read;            // lines that were read
     size_t written;         // lines that were written
@@ -6685,7 +6689,8 @@ static void matmul_unit(const Matmul *part, int row, int end) {
     all.row_begin -= row;  // < 0 in all units but the part's first
     all.row_end = end - row;
     all.next = w->bytes + (row + UNIT) * row_bytes;
-    all.share = STRIP * row_bytes / ((part->n + TILE_TOKENS - 1) / TILE_TOKENS * n_groups);
+    const size_t groups = (part->n + TILE_TOKENS - 1) / TILE_TOKENS * n_groups;
+    all.share = (STRIP * row_bytes + groups - 1) / groups;
     for (int r = 0; r < all.row_end; r += STRIP) {
         for (int t = 0; t < part->n; t += TILE_TOKENS, all.next += all.share * n_groups)
             matmul_tile(&all, t, r, TILE_TOKENS, TILE_VECS, 8, true);
@@ -6693,7 +6698,7 @@ static void matmul_unit(const Matmul *part, int row, int end) {
 }
 
 // out[t * stride + i] = W[row + i] . x[t] for i < rows and t < n; with `add`, += instead of =.
-// Unpacking a unit pays from about three tiles of tokens on, where 8 bits need none from two on.
+// Unpacking a unit pays from four tiles of tokens on; where 8 bits need none, from two on.
 static void multiply(const Worker *me, float *out, int stride, const Matrix *w, int row, int rows,
                      const Quantized *x, int n, bool add) {
     const Matmul part = {.w = w, .x = x, .out = out, .stride = stride, .row_begin = row,

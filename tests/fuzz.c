@@ -570,7 +570,7 @@ static void fuzz_chat(Bytes in) {
     bool think = flags & 1;
     Tokenizer t = tiny;
     ChatFormat *f = &t.chat;
-    Tables *tables = t.tables;  // the tiny model's: this is the only target that reads what it sets there
+    Tables *tables = t.tables;  // the tiny model's: a process runs one target, so no other sees what is set there
     Bytes *pieces[] = {&f->start, &f->no_system[0], &f->no_system[1], &f->open[0], &f->open[1], &f->open[2],
                        &f->close[0], &f->close[1], &f->close[2], &f->answer_open[0], &f->answer_open[1],
                        &tables->begun, &tables->strip, &tables->trim, &tables->system_to_think};

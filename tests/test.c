@@ -368,8 +368,10 @@ static void test_products(Matrix w, Matrix same) {
     memset(all, 0, n * rows * sizeof(float));
     for (int row = 0; row < rows; row += STRIP + 1) {  // parts that fill no block, either
         int end = min_int(row + STRIP + 1, rows);
-        const Quantized from = from_token(&x, 1);
-        multiply(&me, all + rows + row, rows, &w, row, end - row, &from, n - 1, false);
+        const int few = row / (STRIP + 1) % 2 ? 2 * TILE_TOKENS + 1 : 0;  // not unpacked where that is a copy
+        const Quantized from = from_token(&x, 1), rest = from_token(&x, 1 + few);
+        multiply(&me, all + rows + row, rows, &w, row, end - row, &from, few, false);
+        multiply(&me, all + (1 + few) * rows + row, rows, &w, row, end - row, &rest, n - 1 - few, false);
         multiply(&me, all + rows + row, rows, &w, row, end - row, &from, 1, true);  // the first of these tokens twice
     }
     for (int t = 0; t < n; t++) {
