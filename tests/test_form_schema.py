@@ -201,7 +201,7 @@ def test_what_is_refused(schema, where):
 
 PYDANTIC = json.loads("""{"$defs": {"Cat": {"properties": {"kind": {"const": "cat", "default": "cat", "title": "Kind", "type": "string"},
  "lives": {"title": "Lives", "type": "integer"}}, "required": ["lives"], "title": "Cat", "type": "object"}, "Dog": {"properties": {"kind": {
- "const": "dog", "default": "dog", "title": "Kind", "type": "string"}}, "title": "Dog", "type": "object"}, "Mood": {"enum": ["angry", "ok"],
+ "const": "dog", "enum": ["dog"], "default": "dog", "title": "Kind", "type": "string"}}, "title": "Dog", "type": "object"}, "Mood": {"enum": ["angry", "ok"],
  "title": "Mood", "type": "string"}}, "description": "A row.", "properties": {"id": {"format": "uuid", "title": "Id", "type": "string"}, "day": {"anyOf":
  [{"format": "date", "type": "string"}, {"type": "null"}], "default": null, "title": "Day"}, "mood": {"$ref": "#/$defs/Mood", "default": "ok"},
  "pet": {"discriminator": {"mapping": {"cat": "#/$defs/Cat", "dog": "#/$defs/Dog"}, "propertyName": "kind"}, "oneOf": [{"$ref": "#/$defs/Cat"},
