@@ -950,7 +950,7 @@ static void encode_marked(Encoder *enc, Bytes text);
 //                         raw text  an answer  other messages
 //   <|im_end|>            yes       no         no     a mark that output leaves out
 //   Qwen3's <tool_call>   yes       yes        no     a mark that output shows
-//   add_tokens' words     yes       yes        yes    any other
+//   any other             yes       yes        yes    a word
 static void encode_message(Encoder *enc, Bytes text, int role);
 
 // Appends a raw text's ids, as HF's tokenizer(text). (In mode chat a prompt is a message.)
@@ -4345,7 +4345,8 @@ static const char *encode_choices(Engine *e, Bytes prompt) {
     const size_t fixed = strip_end(tok, prompt).n ? tok->prefix.n : ids->n;
     const size_t closing = e->may_think ? e->budget_text.n  // ask adds these; a last id never runs
                            : e->mode == CHAT && e->after_think.n ? e->after_think.n - 1 : 0;
-    size_t same = ids->n, context = e->model.context;  // no TEXT changes the first `same` ids
+    const size_t context = e->model.context;
+    size_t same = ids->n;  // so many first ids of e->prompt no TEXT changes
     Buffer text = {0};
     if (prompt.n && (prompt.n + 40.0) * all->n > 25e6)
         return say("too long, expected less: each answer encodes its %zu bytes anew", prompt.n);
@@ -4497,11 +4498,11 @@ static const char *wrong_length(const Engine *e, size_t n, bool more) {
     const size_t least = more ? 0 : modes[e->mode].least;
     const bool whole = e->mode != TOKENIZE && e->mode != PERPLEXITY;  // must it fit?
     const size_t most = whole ? room_of(e) : INT_MAX;
-    char hint[64] = "split the text, or export.py --yarn";
-    if (n <= all && context < all) snprintf(hint, sizeof(hint), "-c, up to %zu", all);
-    if (most == 0)
+    if (most == 0)  // so no text fits
         return say("-o: its answers need %zu tokens, expected fewer than the context, %zu (-c)",
                    e->reserve, context);
+    char hint[64] = "split the text, or export.py --yarn";
+    if (n <= all && context < all) snprintf(hint, sizeof(hint), "-c, up to %zu", all);
     if (n < least) return say("too short, expected %zu or more tokens, found %zu", least, n);
     return n <= most ? NULL : say("too long, expected at most %zu tokens (%s), found %zu%s", most,
                                   hint, n, more ? " or more" : "");
@@ -4957,17 +4958,17 @@ static void encode_open(Encoder *enc, const Conversation *talk, size_t i, bool t
 static void encode_begun(Encoder *enc, Bytes text) {
     const ChatFormat *f = &enc->tok->chat;
     const Tables *tables = enc->tok->tables;
-    const Bytes think = bytes("<think>"), strip = tables->strip;
+    const Bytes think = bytes("<think>"), end_think = tables->strip;
     const Bytes open = tables->begun.p ? tables->begun : f->answer_open[0];
     const size_t opened = find_last(open, think), closed = find_last(open, bytes("</think>"));
-    const size_t end = find_last(text, strip);
-    const bool thinks = end >= think.n + strip.n && !memcmp(text.p, think.p, think.n);
+    const size_t end = find_last(text, end_think);
+    const bool thinks = end >= think.n + end_think.n && !memcmp(text.p, think.p, think.n);
     encode_marked(enc, thinks ? f->open[ASSISTANT] : open);
     if (!thinks && opened > closed) encode_marked(enc, bytes("\n</think>\n\n"));
     if (thinks) {
         encode_marked(enc, think);
-        encode_message(enc, (Bytes){text.p + think.n, end - think.n - strip.n}, ASSISTANT);
-        encode_marked(enc, strip);
+        encode_message(enc, (Bytes){text.p + think.n, end - think.n - end_think.n}, ASSISTANT);
+        encode_marked(enc, end_think);
     }
     text = bytes_from(text, thinks ? end : thinking_length(tables, text));
     while (!thinks && opened && text.n && *text.p == '\n') text = bytes_from(text, 1);
@@ -6576,7 +6577,6 @@ INLINE void matmul_tile(const Matmul *part, int t, int row, const int tokens, co
     Quantized x = from_token(part->x, t);
     const VecI levels = bits == 4 ? level_table(w->levels) : splat(0);
     const char *words[MOST_VECS], *scales[MOST_VECS];
-    const int8_t *next = part->next;
     VecF acc[TILE_TOKENS][MOST_VECS];
     UNROLL for (int v = 0; v < vecs; v++) {
         UNROLL for (int i = 0; i < tokens; i++) acc[i][v] = splat_f(0);
@@ -6592,8 +6592,8 @@ INLINE void matmul_tile(const Matmul *part, int t, int row, const int tokens, co
         __builtin_prefetch(out + vecs * LANES - 1);
     }
     for (int g = 0; g < n_groups; g++) {
-        for (size_t i = 0; unpacked && i < part->share; i += 64) __builtin_prefetch(next + i);
-        if (unpacked) next += part->share;
+        for (size_t i = 0; unpacked && i < part->share; i += 64)
+            __builtin_prefetch(part->next + g * part->share + i);
         int left = group * bits / 32;  // words of a group, 4 or more (a for is 5 % slower: GCC)
         VecI sum[TILE_TOKENS][MOST_VECS];
         UNROLL for (int i = 0; i < tokens; i++) {
@@ -6689,7 +6689,7 @@ static void matmul_unit(const Matmul *part, int row, int end) {
     all.row_begin -= row;  // < 0 in all units but the part's first
     all.row_end = end - row;
     all.next = w->bytes + (row + UNIT) * row_bytes;
-    const size_t groups = (part->n + TILE_TOKENS - 1) / TILE_TOKENS * n_groups;
+    const size_t groups = (part->n + TILE_TOKENS - 1) / TILE_TOKENS * n_groups;  // of a strip
     all.share = (STRIP * row_bytes + groups - 1) / groups;
     for (int r = 0; r < all.row_end; r += STRIP) {
         for (int t = 0; t < part->n; t += TILE_TOKENS, all.next += all.share * n_groups)
