@@ -3509,9 +3509,10 @@ static void schedule(Engine *e) {
 // distribution as in speculative decoding (Leviathan et al., arXiv 2211.17192).
 //
 // All texts of a pass share draft_rows rows; a text gets twice as many after a draft without a
-// wrong id. Each pass earns 1, a right token DRAFT_COST, and a wrong one costs as much: so it is
-// paid for by a right one, by 20 passes or, 40 times, by saved credit. Below 0, with -b 1, or while
-// a prompt runs, there are no drafts.
+// wrong id, and where its form (-g) leaves one way. Each pass earns 1, a right token DRAFT_COST, and
+// a wrong one costs as much: so it is paid for by a right one, by 20 passes or, 40 times, by saved
+// credit. Below 0, with -b 1, or while a prompt runs, there are no drafts. (A form's are mostly
+// right, and may borrow as much as can be saved.)
 //
 // A state of delta layers can't lose a wrong guess. Then the text takes the state that was saved
 // before its guesses, and the right ones run again in the next pass, without new guesses.
@@ -3536,9 +3537,9 @@ static int guess_byte(Form *f, int state, Bytes text) {
     return -1;
 }
 
-// Guesses up to `most` ids after a text, where its form leaves one way. Returns how many: not one
-// that is all there is to guess, because the model often joins it with what comes then. (If a limit
-// of states is reached here, prepare_masks forgets them.)
+// Guesses up to `most` ids after a text, where its form leaves one way, and returns how many. A
+// space at the end is left out, because it mostly begins the word that follows. (If a limit of
+// states is reached here, prepare_masks forgets them.)
 static int guess_form(const Engine *e, Text *t, int most) {
     const Tokenizer *tok = &e->tokenizer;
     const size_t n = t->ids.n;
@@ -3552,34 +3553,44 @@ static int guess_form(const Engine *e, Text *t, int most) {
         buffer_add(&text, (Bytes){(uint8_t[]){byte}, 1});
         state = next_state(e->form, state, byte);
     }
+    text.n -= text.n > begin && text.p[text.n - 1] == ' ';
     encode_part(tok, bytes_from(bytes_of(&text), begin), false, &ids);
-    const int guesses = ids.n > 1 ? min_int(most, (int)ids.n) : 0;
+    const int guesses = min_int(most, (int)ids.n);
     for (int i = 0; i < guesses; i++) t->ids.p[n + i] = ids.p[i];
     free(text.p);
     free(ids.p);
     return guesses;
 }
 
-// Guesses what followed where a text's last ids stood before, if they did. (It may copy guesses.)
-static int guess_repeat(Engine *e, Text *t, int most) {
-    int *ids = t->ids.p;
+// Guesses what followed where a text's last ids stood before, if they did, and returns how many: up
+// to `most`, or to the first that its form, if it has one, hides. (It may copy guesses.)
+static int guess_repeat(Engine *e, Text *t, bool has_form, int most) {
+    const Tokenizer *tok = &e->tokenizer;
+    int *ids = t->ids.p, guesses = 0, state = t->slot->form;
     const size_t n = t->ids.n, size = NGRAM * sizeof(int);
     size_t from = n - 1;  // the draft begins with ids[from]
     while (from >= NGRAM && memcmp(ids + from - NGRAM, ids + n - NGRAM, size) != 0) from--;
     from = guess_any(e, t, most, from);
-    for (int i = 0; i < most && from >= NGRAM; i++) ids[n + i] = ids[from + i];
-    return from >= NGRAM ? most : 0;
+    for (; guesses < most && from >= NGRAM; guesses++) {
+        const int id = ids[n + guesses] = ids[from + guesses];
+        if (has_form) state = state_after(e->form, state, tok->text[id]);
+        if (has_form && (state == LEFT || tok->kind[id] & SPECIAL)) break;
+    }
+    return guesses;
 }
 
-// Guesses up to `most` ids after a text. The context, -n and unused blocks limit them.
-static void draft_text(Engine *e, Text *t, int most) {
+// Guesses ids after a text: up to `most` that its form prescribes, or else up to `share` that repeat
+// others. The context, -n and unused blocks limit them.
+static void draft_text(Engine *e, Text *t, int most, int share) {
     Slot *slot = t->slot;
+    const bool has_form = e->form && !slot->thinking && !e->form->takes_turns;
     const size_t end = min_size(t->context, t->max_ids);
     const size_t room = (size_t)(slot->own.blocks.n + e->n_unused) * e->pass->block_len;
     most = min_int(most, (int)min_size(end, room) - (int)t->ids.n);
-    if (most < 1 || e->credit < 0) return;
-    if (e->form && !slot->thinking && !e->form->takes_turns) slot->guesses = guess_form(e, t, most);
-    if (slot->guesses == 0) slot->guesses = guess_repeat(e, t, most);
+    if (most < 1) return;
+    if (has_form && e->credit >= -MOST_CREDIT) slot->guesses = guess_form(e, t, most);
+    if (slot->guesses == 0 && e->credit >= 0)
+        slot->guesses = guess_repeat(e, t, has_form, min_int(share, most));
     e->credit -= DRAFT_COST * slot->guesses;
     take_blocks(e, t, slot->guesses, 0);
 }
@@ -3587,6 +3598,9 @@ static void draft_text(Engine *e, Text *t, int most) {
 // Guesses for all texts if each of them decodes: all its ids but the last, a drawn one, have run.
 static void draft_texts(Engine *e) {
     bool decodes = modes[e->mode].has_answers && e->n_running <= MOST_GUESSED;
+    // Each guess must get a row of logits, because draw reads it. make_rows has room for these.
+    const int rows = min_int(2 * e->pass->draft_rows, e->pass->logit_rows);
+    int left = rows - e->n_running;
     e->credit = min_int(e->credit + 1, MOST_CREDIT);
     for (int i = 0; i < e->n_running; i++) {
         const Text *t = e->order[i];
@@ -3596,10 +3610,9 @@ static void draft_texts(Engine *e) {
     for (int i = 0; i < e->n_running; i++) {
         Text *t = e->order[i];
         const bool whole = t->slot->right > 0 && t->slot->right == t->slot->guesses;
-        // Each guess must get a row of logits, because draw reads it. make_rows has room for these.
-        const int rows = min_int((1 + whole) * e->pass->draft_rows, e->pass->logit_rows);
         t->slot->guesses = t->slot->right = 0;
-        if (decodes) draft_text(e, t, rows / e->n_running - 1);
+        if (decodes) draft_text(e, t, left, (whole ? rows : rows / 2) / e->n_running - 1);
+        left -= t->slot->guesses;
     }
 }
 

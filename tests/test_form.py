@@ -140,15 +140,32 @@ def test_guesses_that_need_more_states_than_there_are(tiny, tmp_path):
         assert runs[0].stdout == runs[1].stdout == output(*args)
 
 
-def test_guesses(chain, tokenizer):
-    """Where one way is left its ids are guessed. (-b 1 has no guesses.)"""
-    text = "x0123456789=;#&@!%abcdefghij"
-    tokens = tokenizer.encode(text).tokens
-    model = chain("Ċ", *tokens, max_len=500)
-    runs = [run_list(model, ["x"], "-g", f"[xy]{text[1:]}", "-t", 0, *args, blocks=1000) for args in ((), ("-b", 1))]
-    assert runs[0][0] == runs[1][0] == [json.dumps(text).encode()]
-    passes = [int(re.search(rb"(\d+) passes", error)[1]) for _, error in runs]
-    assert passes[0] < len(tokens) / 2 < len(tokens) < passes[1], (passes, len(tokens))
+@pytest.mark.parametrize("answer, prompt, form, right, wrong", [
+    ("x0123456789=;#&@!%abcdefghij", "x", "[xy]0123456789=;#&@!%abcdefghij", 14, 1),    # one way
+    ("x0123 cq", "x", "x0123 (cq|other)", 4, 1),                        # a space begins the next word
+    ("0123456789=;#", "34567!!!!!!!", "[0-9=;#]{13}", 0, 0),            # what came before, but not what is hidden
+    ("0123456789=;#", "3456789!!!!!", "[0-9=;#]{13}", 2, 0),
+    ("0123456789=;#", "34567", r"[\s\S]{13}", 0, 1),                    # nor, after its ", the end of the message
+    ("0123456789=;#&@%~?*", "34567!!!!!!!", r"[0-9!]{10}=;#&@%~\?\*", 6, 6)])   # a form's, also in debt
+def test_guesses(chain, tokenizer, answer, prompt, form, right, wrong):
+    """Where one way is left its ids are guessed, and what repeats only if it is allowed. -b 1 has no guesses; with
+    them, an answer's last id may run, too."""
+    model = chain("Ċ", *tokenizer.encode(answer).tokens, max_len=500)
+    runs = [run_list(model, [prompt], "-g", form, "-t", 0, "-n", len(answer), *args, blocks=1000) for args in ((), ("-b", 1))]
+    assert runs[0][0] == runs[1][0] == [json.dumps(answer).encode()]
+    passes, rows = [[int(re.search(rb"(\d+) " + what, error)[1]) for _, error in runs] for what in (b"passes", b"rows")]
+    assert rows[0] - rows[1] <= wrong and passes[0] <= len(answer) + 1 - right, (rows, passes)
+    # The prompt runs in one pass, with -b 1 in many: this many, and one for each id but the last
+    assert passes[1] == rows[1], (rows, passes)
+
+
+def test_wrong_guesses_end(chain):
+    """Also a form's: here the model never draws the space and the letter as one token."""
+    model = chain("Ċ", "Ġ", "c", "Ġ", max_len=500)
+    runs = [run_list(model, ["x"], "-g", "( c){90}", "-t", 0, *args, blocks=1000) for args in ((), ("-b", 1))]
+    assert runs[0][0] == runs[1][0] == [json.dumps(90 * " c").encode()]
+    rows = [int(re.search(rb"(\d+) rows", error)[1]) for _, error in runs]
+    assert 0 < rows[0] - rows[1] < 80, rows
 
 
 @pytest.mark.parametrize("form, place, word", [
