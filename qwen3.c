@@ -458,22 +458,17 @@ static void norm_and_rope(const Config *c, float *x, const float *w, const float
 }
 
 // For option -C 8, rounds x (n), a k or v, to what Part III's KV cache keeps: an int8 for each
-// number and a float scale for each 16. They take 20 bytes, not 64.
-static void round_to_int8(float *x, int n) {
+// number and a float scale for each 16. They take 20 bytes, not 64. A bias, if not NULL, is first
+// taken from x: Qwen2.5's bk is huge in slow pairs of rope, and there k less bk rounds finer. (If
+// all k lose one vector, all scores of a q lose one number: its shares stay.)
+static void round_to_int8(float *x, const float *bias, int n) {
     int8_t int8[16];
     float scale;
     for (int i = 0; i < n; i += 16) {
+        for (int j = 0; j < 16; j++) x[i + j] -= bias ? bias[i + j] : 0;
         quantize((Q8){int8, &scale}, x + i, 16, 16);
         for (int j = 0; j < 16; j++) x[i + j] = int8[j] * scale;
     }
-}
-
-// Rounds k and v (kv_dim) for -C 8. Qwen2.5's bk is huge in slow pairs of rope: there k less bk
-// rounds finer. (If all k lose one vector, all scores of a q lose one number: its shares stay.)
-static void round_kv(const Config *c, const Layer *layer, float *k, float *v) {
-    for (int i = 0; layer->bk && i < c->kv_dim; i++) k[i] -= layer->bk[i];
-    round_to_int8(k, c->kv_dim);
-    round_to_int8(v, c->kv_dim);
 }
 
 // q = rope(rmsnorm(Wq h8)), k = rope(rmsnorm(Wk h8)), v = Wv h8; k and v are made in the cache.
@@ -495,7 +490,9 @@ static void qkv(Model *m, int l, int pos) {
         norm_and_rope(c, q + i * c->head_dim, layer->q_norm, s->cos, s->sin);
     for (int i = 0; i < c->n_kv_heads; i++)
         norm_and_rope(c, k + i * c->head_dim, layer->k_norm, s->cos, s->sin);
-    if (c->cache_bits == 8) round_kv(c, layer, k, v);
+    if (c->cache_bits != 8) return;
+    round_to_int8(k, layer->bk, c->kv_dim);
+    round_to_int8(v, NULL, c->kv_dim);
 }
 
 // Returns q . k / sqrt(head_dim), both (head_dim), added in order of j.
@@ -1169,9 +1166,8 @@ static Ending append_id(const Tokenizer *tok, Text *text, int id) {
 // without -g, or while the text thinks, NULL. (Part II)
 static const uint32_t *allowed_ids(const Text *text);
 
-// Calls append_id for a drawn id; without -g, -o and thinking that is all. Thinking that has N ids
-// (option -r N), or first goes round in circles, gets a sentence that ends it and </think>. With -o
-// a drawn id that is no thinking is dropped. (Part II)
+// Calls append_id for a drawn id: without -g, -o and thinking that is all. Thinking of N ids (-r
+// N), or that first goes round in circles, gets a sentence that ends it and </think>. (Part II)
 static Ending accept_id(const Tokenizer *tok, Text *text, int id);
 
 // Scores the first id of each given answer by the logits of the id before. (Part II)
@@ -1230,11 +1226,9 @@ static Ending use_output(Model *m, const Tokenizer *tok, Text *text) {
 // Runs a text to its end, one token at a time.
 static void run_text(Model *m, const Tokenizer *tok, Text *text) {
     while (text->ending == GOES_ON) {
-        if (!forward(m, text->ids.p[text->n_run], (int)text->n_run)) {
-            text->ending = INTERRUPTED;
-        } else if (++text->n_run >= text->target) {  // else the next id is taken as it is
+        if (!forward(m, text->ids.p[text->n_run], (int)text->n_run)) text->ending = INTERRUPTED;
+        else if (++text->n_run >= text->target)  // else the next id is taken as it is
             text->ending = use_output(m, tok, text);
-        }
     }
 }
 
@@ -3508,11 +3502,11 @@ static void schedule(Engine *e) {
 // that are used. So drafts change the time and nothing else: the text is the same, not just its
 // distribution as in speculative decoding (Leviathan et al., arXiv 2211.17192).
 //
-// All texts of a pass share draft_rows rows; a text gets twice as many after a draft without a
-// wrong id, and where its form (-g) leaves one way. Each pass earns 1, a right token DRAFT_COST, and
-// a wrong one costs as much: so it is paid for by a right one, by 20 passes or, 40 times, by saved
-// credit. Below 0, with -b 1, or while a prompt runs, there are no drafts. (A form's are mostly
-// right, and may borrow as much as can be saved.)
+// All texts of a pass share draft_rows rows, or twice as many: after a draft without a wrong id, or
+// where a text's form (-g) leaves one way. Each pass earns 1, a right token DRAFT_COST, and a wrong
+// one costs as much: so it is paid for by a right one, by 20 passes or, 40 times, by saved credit.
+// Below 0, with -b 1, or while a prompt runs, there are no drafts. (A form's are mostly right, and
+// may borrow as much as can be saved.)
 //
 // A state of delta layers can't lose a wrong guess. Then the text takes the state that was saved
 // before its guesses, and the right ones run again in the next pass, without new guesses.
@@ -3579,7 +3573,7 @@ static int guess_repeat(Engine *e, Text *t, bool has_form, int most) {
     return guesses;
 }
 
-// Guesses ids after a text: up to `most` that its form prescribes, or else up to `share` that repeat
+// Guesses ids after a text: up to `most` that its form prescribes, else up to `share` that repeat
 // others. The context, -n and unused blocks limit them.
 static void draft_text(Engine *e, Text *t, int most, int share) {
     Slot *slot = t->slot;

@@ -444,7 +444,7 @@ static void put(const Worker *me, int t, int kv_head, const float *x, float *pla
     const Row *row = &me->p->rows[t];
     const int head_dim = me->c->head_dim;
     memcpy(plain, x, head_dim * sizeof(float));
-    if (me->c->cache_bits == 8) round_to_int8(plain, head_dim);
+    if (me->c->cache_bits == 8) round_to_int8(plain, NULL, head_dim);
     cache_store(me->p, pair_of(me, kv_head), row, x, value);
     for (int j = 0; j < head_dim; j++) {
         const float found = number_of(me->p, pair_of(me, kv_head), row, j, value);
