@@ -458,8 +458,8 @@ static void norm_and_rope(const Config *c, float *x, const float *w, const float
 }
 
 // For option -C 8, rounds x (n), a k or v, to what Part III's KV cache keeps: an int8 for each
-// number and a float scale for each 16. They take 20 bytes, not 64. A bias, if not NULL, is first
-// taken from x: Qwen2.5's bk is huge in slow pairs of rope, and there k less bk rounds finer. (If
+// number and a float scale for each 16. They take 20 bytes, not 64. A bias, if not NULL,
+// is subtracted first: Qwen2.5's bk is huge in slow pairs of rope, and k less bk rounds finer. (If
 // all k lose one vector, all scores of a q lose one number: its shares stay.)
 static void round_to_int8(float *x, const float *bias, int n) {
     int8_t int8[16];
@@ -3502,11 +3502,11 @@ static void schedule(Engine *e) {
 // that are used. So drafts change the time and nothing else: the text is the same, not just its
 // distribution as in speculative decoding (Leviathan et al., arXiv 2211.17192).
 //
-// All texts of a pass share draft_rows rows, or twice as many: after a draft without a wrong id, or
-// where a text's form (-g) leaves one way. Each pass earns 1, a right token DRAFT_COST, and a wrong
-// one costs as much: so it is paid for by a right one, by 20 passes or, 40 times, by saved credit.
-// Below 0, with -b 1, or while a prompt runs, there are no drafts. (A form's are mostly right, and
-// may borrow as much as can be saved.)
+// All texts of a pass share draft_rows rows; a text gets twice as many after a draft without a
+// wrong id. Each pass earns 1, a right token DRAFT_COST, and a wrong one costs as much: so it is
+// paid for by a right one, by 20 passes or, 40 times, by saved credit. Below 0, with -b 1, or while
+// a prompt runs, nothing is guessed. But ids that a form (-g) prescribes are mostly right: they are
+// guessed down to -MOST_CREDIT, and take up to twice as many rows, the first text first.
 //
 // A state of delta layers can't lose a wrong guess. Then the text takes the state that was saved
 // before its guesses, and the right ones run again in the next pass, without new guesses.
@@ -3531,9 +3531,8 @@ static int guess_byte(Form *f, int state, Bytes text) {
     return -1;
 }
 
-// Guesses up to `most` ids after a text, where its form leaves one way, and returns how many. A
-// space at the end is left out, because it mostly begins the word that follows. (If a limit of
-// states is reached here, prepare_masks forgets them.)
+// Guesses up to `most` ids after a text, where its form leaves one way, and returns how many. Left
+// out is what ends in half a character or a space, because what follows mostly makes one id of it.
 static int guess_form(const Engine *e, Text *t, int most) {
     const Tokenizer *tok = &e->tokenizer;
     const size_t n = t->ids.n;
@@ -3543,11 +3542,13 @@ static int guess_form(const Engine *e, Text *t, int most) {
     e->form->work = 0;
     for (size_t i = n - min_size(n, 1000); i < n; i++) buffer_add(&text, tok->text[t->ids.p[i]]);
     const size_t begin = text.n;
+    size_t end = begin;  // of the last whole character
     while (text.n < begin + 8 * most && (byte = guess_byte(e->form, state, bytes_of(&text))) >= 0) {
         buffer_add(&text, (Bytes){(uint8_t[]){byte}, 1});
         state = next_state(e->form, state, byte);
+        if (e->form->states[state].lacks == 0) end = text.n;
     }
-    text.n -= text.n > begin && text.p[text.n - 1] == ' ';
+    text.n = end - (end > begin && text.p[end - 1] == ' ');
     encode_part(tok, bytes_from(bytes_of(&text), begin), false, &ids);
     const int guesses = min_int(most, (int)ids.n);
     for (int i = 0; i < guesses; i++) t->ids.p[n + i] = ids.p[i];
@@ -3556,8 +3557,8 @@ static int guess_form(const Engine *e, Text *t, int most) {
     return guesses;
 }
 
-// Guesses what followed where a text's last ids stood before, if they did, and returns how many: up
-// to `most`, or to the first that its form, if it has one, hides. (It may copy guesses.)
+// Guesses what followed where a text's last ids stood before, if they did: up to `most` ids, or to
+// the first with which its form, if any, can't go on. Returns how many. (It may copy guesses.)
 static int guess_repeat(Engine *e, Text *t, bool has_form, int most) {
     const Tokenizer *tok = &e->tokenizer;
     int *ids = t->ids.p, guesses = 0, state = t->slot->form;
@@ -3567,14 +3568,17 @@ static int guess_repeat(Engine *e, Text *t, bool has_form, int most) {
     from = guess_any(e, t, most, from);
     for (; guesses < most && from >= NGRAM; guesses++) {
         const int id = ids[n + guesses] = ids[from + guesses];
-        if (has_form) state = state_after(e->form, state, tok->text[id]);
-        if (has_form && (state == LEFT || tok->kind[id] & SPECIAL)) break;
+        if (!has_form) continue;
+        e->form->work = 0;
+        state = state_after(e->form, state, tok->text[id]);
+        if (state == LEFT || tok->kind[id] & SPECIAL) break;
     }
     return guesses;
 }
 
 // Guesses ids after a text: up to `most` that its form prescribes, else up to `share` that repeat
-// others. The context, -n and unused blocks limit them.
+// others. The context, -n and unused blocks limit them. (If a form reaches a limit of states here,
+// prepare_masks forgets these.)
 static void draft_text(Engine *e, Text *t, int most, int share) {
     Slot *slot = t->slot;
     const bool has_form = e->form && !slot->thinking && !e->form->takes_turns;
@@ -3583,7 +3587,7 @@ static void draft_text(Engine *e, Text *t, int most, int share) {
     most = min_int(most, (int)min_size(end, room) - (int)t->ids.n);
     if (most < 1) return;
     if (has_form && e->credit >= -MOST_CREDIT) slot->guesses = guess_form(e, t, most);
-    if (slot->guesses == 0 && e->credit >= 0)
+    if (slot->guesses == 0 && e->credit >= 0 && share > 0)
         slot->guesses = guess_repeat(e, t, has_form, min_int(share, most));
     e->credit -= DRAFT_COST * slot->guesses;
     take_blocks(e, t, slot->guesses, 0);
@@ -3593,7 +3597,7 @@ static void draft_text(Engine *e, Text *t, int most, int share) {
 static void draft_texts(Engine *e) {
     bool decodes = modes[e->mode].has_answers && e->n_running <= MOST_GUESSED;
     // Each guess must get a row of logits, because draw reads it. make_rows has room for these.
-    const int rows = min_int(2 * e->pass->draft_rows, e->pass->logit_rows);
+    const int tile = e->pass->draft_rows, rows = min_int(2 * tile, e->pass->logit_rows);
     int left = rows - e->n_running;
     e->credit = min_int(e->credit + 1, MOST_CREDIT);
     for (int i = 0; i < e->n_running; i++) {
@@ -3605,7 +3609,8 @@ static void draft_texts(Engine *e) {
         Text *t = e->order[i];
         const bool whole = t->slot->right > 0 && t->slot->right == t->slot->guesses;
         t->slot->guesses = t->slot->right = 0;
-        if (decodes) draft_text(e, t, left, (whole ? rows : rows / 2) / e->n_running - 1);
+        const int share = min_int((1 + whole) * tile, rows) / e->n_running - 1;
+        if (decodes) draft_text(e, t, left, share);
         left -= t->slot->guesses;
     }
 }

@@ -1006,7 +1006,7 @@ static void test_draft(void) {
             for (same = 0; same < NGRAM && ids[from - 1 - same] == ids[n - 1 - same];) same++;
             if (same == NGRAM) break;
         }
-        draft_text(&e, &a, 80, limit == 2 ? min_int(most, 80 - n) : 80);
+        draft_text(&e, &a, limit == 2 && n % 2 ? min_int(most, 80 - n) : 80, limit == 2 && n % 2 == 0 ? min_int(most, 80 - n) : 80);
         if (limit == 2) most = min_int(most, 80 - n);
         if (limit == 1) most = min_int(most, 80 - n);
         CHECK(slot.guesses == (from >= NGRAM ? most : 0), "%d guesses, not %d", slot.guesses, most);

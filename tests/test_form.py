@@ -142,21 +142,32 @@ def test_guesses_that_need_more_states_than_there_are(tiny, tmp_path):
 
 @pytest.mark.parametrize("answer, prompt, form, right, wrong", [
     ("x0123456789=;#&@!%abcdefghij", "x", "[xy]0123456789=;#&@!%abcdefghij", 14, 1),    # one way
+    ("x0123т", "x", "x0123(т|с)", 4, 0),                                # half a character begins a whole one
     ("x0123 cq", "x", "x0123 (cq|other)", 4, 1),                        # a space begins the next word
-    ("0123456789=;#", "34567!!!!!!!", "[0-9=;#]{13}", 0, 0),            # what came before, but not what is hidden
+    ("0123456789=;#", "34567!!!!!!!", "[0-9=;#]{13}", 0, 0),            # what repeats, up to where the form hides it
     ("0123456789=;#", "3456789!!!!!", "[0-9=;#]{13}", 2, 0),
-    ("0123456789=;#", "34567", r"[\s\S]{13}", 0, 1),                    # nor, after its ", the end of the message
+    ("0123456789=;#", "34567", r"[\s\S]{13}", 0, 1),                    # and never <|im_end|> behind the prompt
     ("0123456789=;#&@%~?*", "34567!!!!!!!", r"[0-9!]{10}=;#&@%~\?\*", 6, 6)])   # a form's, also in debt
 def test_guesses(chain, tokenizer, answer, prompt, form, right, wrong):
     """Where one way is left its ids are guessed, and what repeats only if it is allowed. -b 1 has no guesses; with
     them, an answer's last id may run, too."""
     model = chain("Ċ", *tokenizer.encode(answer).tokens, max_len=500)
     runs = [run_list(model, [prompt], "-g", form, "-t", 0, "-n", len(answer), *args, blocks=1000) for args in ((), ("-b", 1))]
-    assert runs[0][0] == runs[1][0] == [json.dumps(answer).encode()]
+    assert runs[0][0] == runs[1][0] == [json.dumps(answer, ensure_ascii=False).encode()]
     passes, rows = [[int(re.search(rb"(\d+) " + what, error)[1]) for _, error in runs] for what in (b"passes", b"rows")]
     assert rows[0] - rows[1] <= wrong and passes[0] <= len(answer) + 1 - right, (rows, passes)
     # The prompt runs in one pass, with -b 1 in many: this many, and one for each id but the last
     assert passes[1] == rows[1], (rows, passes)
+
+
+def test_guesses_in_small_batches(chain, tokenizer):
+    answer = "0123456789=;#&@%~"
+    model = chain("Ċ", *tokenizer.encode(answer).tokens, max_len=500)
+    error = {b: run_list(model, [answer], "-g", r"[\s\S]{17}", "-t", 0, "-b", b, blocks=1000)[1] for b in (1, 2, 3)}
+    passes = {b: int(re.search(rb"(\d+) passes", error[b])[1]) for b in error}
+    prompt = passes[1] - len(answer) + 1
+    for b in 2, 3:  # the last twelve are guessed, one or two in a pass
+        assert passes[b] <= -(-prompt // b) + len(answer) - 1 - 12 + 12 / b + 1, (prompt, passes)
 
 
 def test_wrong_guesses_end(chain):
