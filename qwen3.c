@@ -458,9 +458,9 @@ static void norm_and_rope(const Config *c, float *x, const float *w, const float
 }
 
 // For option -C 8, rounds x (n), a k or v, to what Part III's KV cache keeps: an int8 for each
-// number and a float scale for each 16. They take 20 bytes, not 64. A bias, if not NULL,
-// is subtracted first: Qwen2.5's bk is huge in slow pairs of rope, and k less bk rounds finer. (If
-// all k lose one vector, all scores of a q lose one number: its shares stay.)
+// number and a float scale for each 16. They take 20 bytes, not 64. A bias, if not NULL, is
+// subtracted first: Qwen2.5's bk is huge in slow pairs of rope, and k less bk rounds finer. (If all
+// k lose one vector, all scores of a q lose one number: its shares stay.)
 static void round_to_int8(float *x, const float *bias, int n) {
     int8_t int8[16];
     float scale;
@@ -3504,9 +3504,9 @@ static void schedule(Engine *e) {
 //
 // All texts of a pass share draft_rows rows; a text gets twice as many after a draft without a
 // wrong id. Each pass earns 1, a right token DRAFT_COST, and a wrong one costs as much: so it is
-// paid for by a right one, by 20 passes or, 40 times, by saved credit. Below 0, with -b 1, or while
-// a prompt runs, nothing is guessed. But ids that a form (-g) prescribes are mostly right: they are
-// guessed down to -MOST_CREDIT, and take up to twice as many rows, the first text first.
+// paid for by a right one, by 20 passes or, 40 times, by saved credit. With -b 1, or while a prompt
+// runs, nothing is guessed; below 0 only what a form (-g) prescribes, because this is mostly right:
+// down to -MOST_CREDIT. For such ids texts take up to 2 draft_rows together, the first text first.
 //
 // A state of delta layers can't lose a wrong guess. Then the text takes the state that was saved
 // before its guesses, and the right ones run again in the next pass, without new guesses.
@@ -3577,8 +3577,8 @@ static int guess_repeat(Engine *e, Text *t, bool has_form, int most) {
 }
 
 // Guesses ids after a text: up to `most` that its form prescribes, else up to `share` that repeat
-// others. The context, -n and unused blocks limit them. (If a form reaches a limit of states here,
-// prepare_masks forgets these.)
+// earlier ones. The context, -n and unused blocks limit them. (If a form reaches a limit of states
+// here, prepare_masks forgets all of them.)
 static void draft_text(Engine *e, Text *t, int most, int share) {
     Slot *slot = t->slot;
     const bool has_form = e->form && !slot->thinking && !e->form->takes_turns;
@@ -3598,7 +3598,7 @@ static void draft_texts(Engine *e) {
     bool decodes = modes[e->mode].has_answers && e->n_running <= MOST_GUESSED;
     // Each guess must get a row of logits, because draw reads it. make_rows has room for these.
     const int tile = e->pass->draft_rows, rows = min_int(2 * tile, e->pass->logit_rows);
-    int left = rows - e->n_running;
+    int left = rows - e->n_running;  // guesses that still get a row
     e->credit = min_int(e->credit + 1, MOST_CREDIT);
     for (int i = 0; i < e->n_running; i++) {
         const Text *t = e->order[i];

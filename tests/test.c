@@ -1006,9 +1006,9 @@ static void test_draft(void) {
             for (same = 0; same < NGRAM && ids[from - 1 - same] == ids[n - 1 - same];) same++;
             if (same == NGRAM) break;
         }
-        draft_text(&e, &a, limit == 2 && n % 2 ? min_int(most, 80 - n) : 80, limit == 2 && n % 2 == 0 ? min_int(most, 80 - n) : 80);
-        if (limit == 2) most = min_int(most, 80 - n);
-        if (limit == 1) most = min_int(most, 80 - n);
+        if (limit > 0) most = min_int(most, 80 - n);
+        const int asked = limit == 2 ? most : 80;
+        draft_text(&e, &a, n % 2 ? asked : 80, n % 2 ? 80 : asked);
         CHECK(slot.guesses == (from >= NGRAM ? most : 0), "%d guesses, not %d", slot.guesses, most);
         CHECK(e.credit == -slot.guesses * DRAFT_COST && slot.own.blocks.n == n + slot.guesses);
         for (int i = 0; i < slot.guesses; i++) CHECK(ids[n + i] == ids[from + i % (n - from)]);

@@ -146,7 +146,7 @@ def test_guesses_that_need_more_states_than_there_are(tiny, tmp_path):
     ("x0123 cq", "x", "x0123 (cq|other)", 4, 1),                        # a space begins the next word
     ("0123456789=;#", "34567!!!!!!!", "[0-9=;#]{13}", 0, 0),            # what repeats, up to where the form hides it
     ("0123456789=;#", "3456789!!!!!", "[0-9=;#]{13}", 2, 0),
-    ("0123456789=;#", "34567", r"[\s\S]{13,60}", 0, 1),                    # and never <|im_end|> behind the prompt
+    ("0123456789=;#", "34567", r"[\s\S]{13,60}", 0, 1),                 # and never <|im_end|> behind the prompt
     ("0123456789=;#&@%~?*", "34567!!!!!!!", r"[0-9!]{10}=;#&@%~\?\*", 6, 6)])   # a form's, also in debt
 def test_guesses(chain, tokenizer, answer, prompt, form, right, wrong):
     """Where one way is left its ids are guessed, and what repeats only if it is allowed. -b 1 has no guesses; with
